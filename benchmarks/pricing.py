@@ -79,8 +79,7 @@ def predicted(line: results.Line, measured_collectives: bool) -> dict[str, float
     named = [name for name in line["measured_seconds"] if name not in chosen]
     strategies = {name: CandidateSpec.parse(name).strategy(workload.topology) for name in named} | chosen
     model = _model(workload, line["computing_seconds"] / workload.micro_steps)
-    shares = tuple(line.get("exact_shares", {}).items())
-    plan = Plan(profile, model, workload, measured_collectives, shares)
+    plan = Plan(profile, model, workload, measured_collectives)
     return {name: plan.seconds(strategy) for name, strategy in strategies.items()}
 
 
@@ -105,10 +104,10 @@ def _model(workload: Workload, seconds: float) -> Model:
     model = describe_module(module, next(workload.data(0)), tokens, units=[*module.blocks])
     waiting = 3 * (workload.wait_seconds or 0.0)
     left = max(0.0, seconds - waiting * workload.depth)
-    computing = sum(unit.flops for unit in model.units if not waiting or unit.spec.kept)
+    computing = sum(unit.flops for unit in model.units if not waiting or unit.spec.root)
 
     def measured(unit: ModelUnit) -> ModelUnit:
-        waits = bool(waiting) and not unit.spec.kept
+        waits = bool(waiting) and not unit.spec.root
         took = waiting if waits else left * unit.flops / computing
         forward, backward = (LinearSeconds(0.0, part * took / tokens) for part in (1 / 3, 2 / 3))
         return replace(unit, measured=MeasuredPasses(forward, backward, 0.0 if waits else 1.0))

@@ -18,7 +18,7 @@ from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
 from towpath.cli.plots import color
 from towpath.errors import ConfigError
-from towpath.progress import size
+from towpath.progress import format_bytes
 
 Line = Mapping[str, Any]
 
@@ -56,9 +56,9 @@ def _row(line: Line, name: str) -> tuple[str, ...]:
         f"{interval['low']:.4g}–{interval['high']:.4g}",
         "" if peer is None else f"{peer / seconds:.2f}",
         f"{line['communication_share'][name]:.0%}",
-        size(line["bytes_between_nodes"][name]),
+        format_bytes(line["bytes_between_nodes"][name]),
         f"{line['processor_seconds'][name]:.4g}",
-        size(line["memory_bytes"][name]),
+        format_bytes(line["memory_bytes"][name]),
     )
 
 

@@ -14,12 +14,12 @@ from rich.table import Table
 from lab import Lab, LabResult, Rate, available
 from lab.errors import LabError
 from lab.runs import check_script, describe_exit
-from towpath.cli.terminal import Commands, check_picture_file, load_torch, table_of
+from towpath.cli.terminal import CommandGroup, check_picture_file, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
-from towpath.progress import size
+from towpath.progress import format_bytes
 from towpath.topology.cluster import Topology
 
-app = Commands()
+app = CommandGroup()
 
 
 @app.callback()
@@ -174,7 +174,7 @@ def _rack_table(result: LabResult, spine: Rate | None) -> Table:
 
 
 def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
-    text = size(count_bytes)
+    text = format_bytes(count_bytes)
     return text if rate is None else f"{text} {count_bytes / seconds / rate.bytes_per_second:5.1%}"
 
 

@@ -24,5 +24,5 @@ def in_form(form: Form, shared: bool = False) -> Generator[None]:
             patch.setattr(module, "form_for", lambda backend: form)
         patch.setattr(comm, "shares_groups", lambda backend: shared)
         if form is Form.COLLECTIVES:
-            patch.setattr(bucket, "host_is_apart", lambda device: True)
+            patch.setattr(bucket, "has_own_memory", lambda device: True)
         yield

@@ -32,7 +32,7 @@ from benchmarks.workload import Workload
 from towpath.comparison import interleave
 from towpath.core.strategy import TransferKind
 from towpath.engine import optimizer_steps
-from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
+from towpath.engine.agree.boundary import CHECK_EVERY, BoundaryCheck
 from towpath.observe.stats import totals
 
 # One rank -------------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def _check_rank(rank: int, folder: str, case: StepCheckCase) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     spent = {"steps": 0.0, "boundary": 0.0}
     optimizer_steps._after_step = _timed(optimizer_steps._after_step, spent, "steps")
-    UnusedParams.compare = _timed(UnusedParams.compare, spent, "boundary")
+    BoundaryCheck.compare = _timed(BoundaryCheck.compare, spent, "boundary")
     found = measure_check(case, rank, spent)
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))

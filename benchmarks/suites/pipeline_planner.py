@@ -38,8 +38,8 @@ from benchmarks.suites.pipeline import (
 from towpath.core.passes import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks
+from towpath.plan.choice import describe_measured
 from towpath.plan.cluster_probe import probe
-from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model, StagedModel
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.plan.profile import Profile

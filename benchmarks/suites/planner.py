@@ -36,7 +36,6 @@ from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
-from towpath.core.formats import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
@@ -45,8 +44,8 @@ from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
 from towpath.plan.bandwidth import Event, Timeline
+from towpath.plan.choice import describe_measured
 from towpath.plan.cluster_probe import probe
-from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
 from towpath.plan.profile import Profile
 from towpath.plan.request import Batching, Optimizer, Ranking, Request, codecs_for_both
@@ -95,7 +94,7 @@ class PlannerCase:
         with started({"probe": Launch(cluster, Planning, (workload, seconds))}, settings.say) as running:
             profile, model = running["probe"].ask("found")[0]
             shares = running["probe"].ask("encoded_shares")[0] if self.exact else ()
-        plan, by_messages = (Plan(profile, model, workload, measured, shares) for measured in (True, False))
+        plan, by_messages = (Plan(profile, model, workload, measured) for measured in (True, False))
         compared_with = EXACT if self.exact else LOSSY
         names = CHOSEN_EXACT if self.exact else CHOSEN
         names_by_messages = CHOSEN_EXACT_BY_MESSAGES if self.exact else CHOSEN_BY_MESSAGES
@@ -214,7 +213,6 @@ class Plan:
     model: Model
     workload: Workload
     measured_collectives: bool = True
-    encoded_shares: Shares = ()
 
     def best(self, allowed: Sequence[str], exact: bool | None) -> towpath.Strategy:
         """Return the strategy that the planner ranks first, with these codecs allowed.
@@ -260,7 +258,7 @@ class Plan:
             exact=exact,
         )
         cluster = self.profile.cluster(measured_collectives=self.measured_collectives)
-        return Solver(self.model, cluster.with_encoded_shares(self.encoded_shares), request)
+        return Solver(self.model, cluster, request)
 
 
 class Planning:
@@ -279,7 +277,7 @@ class Planning:
         """Return what was measured."""
         return self._profile, self._model
 
-    def encoded_shares(self) -> Shares:
+    def encoded_shares(self) -> tuple[tuple[tuple[str, str], float], ...]:
         """Return what exact messages take in some steps of `zero1`, after one that sends values instead."""
         strategy = towpath.strategy("zero1", self._workload.topology, exact=True)
         stepped = TracedStep(self._rank, self._workload.topology.world, strategy, self._workload)

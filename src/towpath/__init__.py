@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
+    from towpath.fsdp.wires import wires
     from towpath.observe.stats import Stats, stats
     from towpath.outer.settings import Outer
     from towpath.plan.request import Workload
@@ -75,6 +76,7 @@ __all__ = [
     "stats",
     "strategies",
     "strategy",
+    "wires",
 ]
 
 # Modules that are attributes after `import towpath` alone.
@@ -99,6 +101,7 @@ _HOMES = {
     "stats": "observe.stats",
     "strategies": "core.presets",
     "strategy": "core.presets",
+    "wires": "fsdp.wires",
 }
 
 

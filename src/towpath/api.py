@@ -22,7 +22,7 @@ from torch import nn
 from towpath.checkpoint.safe_files import Safetensors
 from towpath.collectives.select import form_for
 from towpath.core import presets
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
+from towpath.core.formats import Dtype, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.queues import LoggedCall
@@ -31,7 +31,7 @@ from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY
-from towpath.engine.build import build, check_exchangeable
+from towpath.engine.build import build, check_shardable
 from towpath.engine.executor import engine_of
 from towpath.engine.from_fsdp import check_arguments
 from towpath.engine.hooks import attach
@@ -60,6 +60,7 @@ from towpath.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch")
@@ -172,7 +173,7 @@ def shard(
         if not any(layout.buckets for layout in layouts):
             raise ShardError("the model has no parameters; there is nothing to shard.")
         if chosen is not None:
-            check_exchangeable(chosen, layouts, groups)
+            check_shardable(chosen, layouts, groups)
             lines += _settings(chosen)
         else:
             lines += ["strategy auto", f"{workload}", f"{topology}"]
@@ -195,10 +196,10 @@ def shard(
 
         assert workload is not None and topology is not None
         chosen = choose_for(model, layouts, workload, groups, topology, precision)
-        # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
+        # The planner runs the model without values. A recurrent module that `check_shardable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
         with together(groups):
-            check_exchangeable(chosen, layouts, groups)
+            check_shardable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(model, home, groups) if depends_on_memory(chosen, specs) else None
     chosen, why = decided(chosen, specs, precision, free, form_for(groups.backend(home)))

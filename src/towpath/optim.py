@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.optimizer_steps import OptimizerSettings, coupling, options_of
-from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
+from towpath.engine.parameters.matrix_steps import FullMatrix, MatrixSteps
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.errors import ShardError, StepError
 from towpath.topology.together import together
@@ -176,7 +176,7 @@ class OwnerSteppedOptimizer(Optimizer):
                 )
 
     def _iterate(
-        self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: OptimizerSettings
+        self, part: MatrixSteps, wholes: Sequence[FullMatrix], method: str, before: OptimizerSettings
     ) -> OptimizerSettings:
         """Call the wrapped optimizer for matrices that this rank owns. Return its options and attributes afterwards."""
         parameters = [part.parameters[whole.name] for whole in wholes]
@@ -192,7 +192,7 @@ class OwnerSteppedOptimizer(Optimizer):
             if stand_in.data_ptr() != whole.weight.data_ptr():  # the optimizer assigned .data instead of writing to it
                 whole.weight.copy_(stand_in)
             stand_in.grad = None
-            self.state[parameter] = _kept(states[stand_in], [whole.weight, whole.gradient])
+            self.state[parameter] = _without_lent_memory(states[stand_in], [whole.weight, whole.gradient])
         return found
 
     def _call_inner(
@@ -332,8 +332,7 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give all members one dict of states. Only one member steps each parameter."""
-        for each in self.members:
+        for each in self.members:  # one dict for all: only one member steps each parameter
             each.state = self.state
 
     @torch.no_grad()
@@ -371,9 +370,8 @@ class ChainedOptimizer(Optimizer):
         Raises:
             ShardError: A member steps full parameters, and ranks own different ones. Use `towpath.checkpoint` instead.
         """
-        for each in self.members:
-            if isinstance(each, OwnerSteppedOptimizer):
-                each.state_dict()  # raises if this rank's states are incomplete
+        for each in owner_stepped_members(self):
+            each.state_dict()  # raises if this rank's states are incomplete
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -400,7 +398,7 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.members if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
-def whole_of(optimizer: Optimizer) -> list[OwnerSteppedOptimizer]:
+def owner_stepped_members(optimizer: Optimizer) -> list[OwnerSteppedOptimizer]:
     """Return the members of `optimizer` that step full matrices."""
     return [each for each in members_of(optimizer) if isinstance(each, OwnerSteppedOptimizer)]
 
@@ -410,7 +408,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
-def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+def _without_lent_memory(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:
     """Return `state` with copies of the tensors that share memory with `lent`.
 
     That memory will hold other matrices in a later round.
@@ -443,7 +441,7 @@ def _checked(inner: Optimizer) -> list[Engine]:
         for parameter, engine in zip(parameters, found, strict=True):
             _check_parameter(parameter, engine)
         for lines in descriptions:
-            lines += _lines(inner)
+            lines += _description(inner)
     return engines
 
 
@@ -480,7 +478,7 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
         )
 
 
-def _lines(inner: Optimizer) -> list[str]:
+def _description(inner: Optimizer) -> list[str]:
     """Return the lines that describe an optimizer, which must be equal on all ranks."""
     lines = [f"optimizer {type(inner).__name__}"]
     for number, group in enumerate(inner.param_groups):

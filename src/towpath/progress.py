@@ -12,7 +12,7 @@ from rich.console import Console
 _SECONDS_BETWEEN_LINES = 2.0  # if there is no terminal
 
 
-def size(count_bytes: float) -> str:
+def format_bytes(count_bytes: float) -> str:
     """Return a number of bytes as text with a decimal unit: 1 MB is a million bytes."""
     amount = float(count_bytes)
     for unit in ("B", "kB", "MB", "GB"):
@@ -23,7 +23,7 @@ def size(count_bytes: float) -> str:
 
 
 @contextmanager
-def working(about: str) -> Generator[Callable[[str], object]]:
+def show_progress(about: str) -> Generator[Callable[[str], object]]:
     """Show that something takes long: a spinner on a terminal, and otherwise a line on stderr now and then.
 
     Yields:

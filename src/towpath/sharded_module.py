@@ -216,7 +216,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
-    if _goes_on(found):
+    if _is_generator_or_coroutine(found):
         raise ShardError(
             f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
             "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
@@ -244,11 +244,11 @@ def register_known_methods(model: nn.Module) -> None:
     """Register those of `KNOWN_METHODS` that the model has. Skip generators, and modules of such a name."""
     for method in KNOWN_METHODS:
         found = getattr(model, method, None)
-        if inspect.ismethod(found) and not _goes_on(found):
+        if inspect.ismethod(found) and not _is_generator_or_coroutine(found):
             register_forward_method(model, method)
 
 
-def _goes_on(method: Callable[..., Any]) -> bool:
+def _is_generator_or_coroutine(method: Callable[..., Any]) -> bool:
     """Return whether `method` continues after its call has returned: it is a generator or a coroutine."""
     plain = inspect.unwrap(method)
     return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)

@@ -439,7 +439,7 @@ def checking() -> Generator[Checker]:
         patch.setattr(messages, "_launched", launch)
         for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
-        patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
+        patch.setattr(parameter_memory, "has_own_memory", lambda device: True)
         for module in (towpath.codecs.packing, towpath.collectives.backend, encoded_shard):
             native(module)
         with checker:

@@ -76,6 +76,6 @@ def _ended() -> str:
     peers = model.towpath_engine.comm.watchdog
     peers.watch_processes()
     if dist.get_rank() == 1:
-        peers._neighbor._from_previous.close()  # as the kernel does for a process that ends
+        peers._next_rank._from_previous.close()  # as the kernel does for a process that ends
         return ""
     return _wait_as_for_a_device(model, "blocks.0")

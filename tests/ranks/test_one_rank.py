@@ -14,7 +14,7 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import on_ranks
 from tests.ranks.test_engine_promises import Branching
 from tests.ranks.twin import Twin, loss_on
-from towpath.engine.parameters.gradients import OwnGradients
+from towpath.engine.parameters.gradients import UnsentGradients
 from towpath.engine.parameters.shard_tensor import ShardTensor
 
 ALONE = towpath.Topology(1, 1)
@@ -51,7 +51,7 @@ def test_a_parameter_that_some_micro_steps_leave_out_has_the_gradient_of_the_oth
 @on_ranks(1)
 def test_no_gradient_is_copied_and_one_that_is_kept_stays_as_it_was() -> None:
     model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), "zero3")
-    assert all(type(b.gradients) is OwnGradients for u in model.towpath_engine.units for b in u.trainable)
+    assert all(type(b.gradients) is UnsentGradients for u in model.towpath_engine.units for b in u.trainable)
     made: list[int] = []
     for bucket in (b for u in model.towpath_engine.units for b in u.trainable):
         for view in bucket.views:

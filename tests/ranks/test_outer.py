@@ -260,6 +260,10 @@ def keep_everything(codec: str) -> float:
         moved = before - torch.cat([torch.cat(part._own) for part in parts])
         sync(model)
         wanted, arrived = wanted + moved, arrived + (before - torch.cat([part.slow for part in parts]))
+    planned, _ = outer.plan.memory_bytes()
+    assert sum(part.slow.nbytes for part in parts) == planned["slow weights"]
+    held = sum(each.nbytes for part in parts for each in part.feedback)
+    assert held <= planned["outer feedback"] <= 1.01 * held  # a rank with the last cell may have less of it
     dist.all_reduce(wanted)
     # What a rank kept: of its own differences, and of its slice of the sum.
     kept = torch.zeros_like(wanted)

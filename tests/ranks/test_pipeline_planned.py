@@ -81,7 +81,7 @@ def test_the_plan_counts_what_senders_keep_for_messages(world: Worlds, schedule:
 def _kept_bytes(schedule: str, packed: Compression) -> Any:
     layout, batching, precision = Layout(2, schedule, "ddp", packed), Batching(1, 4), towpath.Precision("float16")
     pipeline, planner = _both(layout, fused=None, precision=precision)
-    stages = planner._stages(layout, batching, planner._walk(layout, batching)[0])
+    stages = planner._stages(layout, batching, planner._walks(schedule, layout.pipeline, batching.micro_steps)[0])
     found: dict[int, tuple[int, int]] = {}
     for stage in pipeline._stages:
         index = stage.stage_index

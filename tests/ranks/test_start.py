@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_ranks_with_gpus_of_their_own_or_that_nccl_takes_for_hosts_are_not_refus
 def test_a_rank_that_does_not_come_is_named() -> None:
     if dist.get_rank() == 0:
         with _gpus(NCCL) as patch, pytest.raises(ConfigError, match=r"rank 0: ranks \[1\] .* did not come"):
-            patch.setattr(Groups, "timeout_seconds", 0.05)
+            patch.setattr(Groups, "timeout", timedelta(seconds=0.05))
             check_devices(Groups(), GPU)
     dist.barrier()
 

@@ -24,9 +24,8 @@ from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
-from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
-from towpath.engine.agree.watchdog import Watchdog, _report
+from towpath.engine.agree.watchdog import NextRank, Watchdog, _report
 from towpath.engine.comm import make_stream
 from towpath.engine.threads import ThreadStream
 from towpath.engine.transfer_queues import CudaStream, _CudaHandle
@@ -198,9 +197,9 @@ class Two:
         self._all_gone.wait()
         return found
 
-    def neighbors(self) -> list[Neighbor]:
-        def neighbor(rank: int) -> Neighbor:
-            return Neighbor(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
+    def neighbors(self) -> list[NextRank]:
+        def neighbor(rank: int) -> NextRank:
+            return NextRank(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(neighbor, range(2)))
@@ -226,14 +225,14 @@ def test_a_stranger_that_connects_first_is_not_the_neighbor() -> None:
     _end_process(first)
 
 
-def _end_process(neighbor: Neighbor) -> None:
+def _end_process(neighbor: NextRank) -> None:
     for each in (neighbor._connection, neighbor._from_previous):
         if each is not None:
             each.close()
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.agree.neighbor._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

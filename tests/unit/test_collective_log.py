@@ -63,7 +63,7 @@ def test_a_boundary_passes_exactly_where_the_ranks_of_each_replica_agree(
     for log in logs:
         if _must_agree(strategy, by_rank):
             log.check(combined, lambda _: step_logs)
-            assert not any(kept for _, kept in log.step_log().lines) and log.step_log().step == 1
+            assert not any(kept for _, kept, _ in log.step_log().tails) and log.step_log().step == 1
         else:
             with pytest.raises(StepError, match=rf"rank {log.rank}: the ranks ran different units"):
                 log.check(combined, lambda _: step_logs)
@@ -87,7 +87,7 @@ def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> No
     def step_log(units: str, ended: bool = False, step: int = 4) -> tuple[int, StepLog]:
         log = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for _ in range(step):
-            log.turn()
+            log.begin_step()
         for unit in units:
             log.note(TransferKind.GATHER, unit)
         if ended:
@@ -113,7 +113,7 @@ def test_a_difference_is_found_however_long_ago_it_was_made(count: int, changed:
     by_rank = [[(TransferKind.GATHER, unit) for unit in each] for each in (units, units, others, units)]
     logs = _logs(towpath.strategy("zero3", SHAPE), by_rank)
     combined, step_logs = _combined(logs), [log.step_log() for log in logs]
-    assert all(len(kept) < 2 * KEPT for step_log in step_logs for _, kept in step_log.lines)
+    assert all(len(kept) < 2 * KEPT for step_log in step_logs for _, kept, _ in step_log.tails)
     for log in logs:
         with pytest.raises(StepError, match=r"the ranks ran different units.*rank 2"):
             log.check(combined, lambda _: step_logs)

@@ -26,7 +26,7 @@ from towpath.core.units import BucketSpec, UnitSpec
 
 SHAPES = [Topology(2, 2), Topology(2, 8), Topology(8, 8)]
 UNITS = (
-    UnitSpec("", (BucketSpec((1 << 20,)),), kept=True),
+    UnitSpec("", (BucketSpec((1 << 20,)),), root=True),
     UnitSpec("a", (BucketSpec((1 << 20,)), BucketSpec((1 << 16,), trainable=False))),
 )
 
@@ -39,7 +39,7 @@ def communicators(plans: list[UnitPlan]) -> set[Communicator]:
 def needed(strategy: towpath.Strategy, frozen: bool) -> set[tuple[tuple[int, ...], str]]:
     """With those of full parameters and of an optimizer that needs full matrices, which the parent serves if it can."""
     buckets = slice(None) if frozen else slice(1)
-    units = [UnitSpec(u.name, u.buckets[buckets], u.kept) for u in UNITS]
+    units = [UnitSpec(u.name, u.buckets[buckets], u.root) for u in UNITS]
     plans = [plan_unit(strategy, unit, Precision(), Form.COLLECTIVES) for unit in units]
     found, lanes = communicators(plans), Lanes.of(plans)
     for move in strategy.moves.assemble:

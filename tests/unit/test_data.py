@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.data import TokenWindows, open_tokens, order, prepare
+from towpath.train.data import TokenWindows, epoch_order, open_tokens, prepare
 
 LENGTH = 8
 examples = settings(max_examples=50, deadline=None)
@@ -27,7 +27,7 @@ def windows(count: int, *, seed: int = 0) -> TokenWindows:
 
 def test_orders_are_permutations_of_their_own_epoch_and_seed() -> None:
     count = 1000
-    orders = [order(seed, epoch, count) for seed in (0, 1, 2**32, 2**63 - 1) for epoch in (0, 1, 2)]
+    orders = [epoch_order(seed, epoch, count) for seed in (0, 1, 2**32, 2**63 - 1) for epoch in (0, 1, 2)]
     for each in orders:
         assert sorted(each.tolist()) == list(range(count))
     orders.append(np.arange(count))
@@ -37,7 +37,7 @@ def test_orders_are_permutations_of_their_own_epoch_and_seed() -> None:
 
 def test_an_order_stays_what_it_was() -> None:
     """Runs go on with the order they began with: to change it is to break each checkpoint."""
-    assert order(7, 3, 10).tolist() == [2, 7, 1, 4, 5, 0, 6, 3, 8, 9]
+    assert epoch_order(7, 3, 10).tolist() == [2, 7, 1, 4, 5, 0, 6, 3, 8, 9]
 
 
 @examples

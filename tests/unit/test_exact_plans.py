@@ -9,7 +9,7 @@ import pytest
 
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
-from towpath.core.formats import DIFFERENCES, VALUES, Coding
+from towpath.core.formats import DIFFERENCES
 from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.plan import tables
 from towpath.plan.hardware import Cluster
@@ -107,18 +107,6 @@ def test_stages_send_their_gradients_exactly_where_that_is_faster() -> None:
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
-
-
-def test_measured_shares_replace_those_on_paper() -> None:
-    cluster = on_gloo(1.0)
-    shares = (((DIFFERENCES, "bfloat16"), 0.25), ((VALUES, "bfloat16"), 0.75))
-    measured = solver(cluster.with_encoded_shares(shares))
-    hardware = measured.cluster.hardware
-    assert hardware.share_of(Coding(DIFFERENCES, "bfloat16")) == 0.25
-    assert hardware.share_of(Coding(VALUES, "float32")) == 27.4 / 32
-    (line,) = tables.exact_bits([best(measured)], measured)
-    assert line.startswith("Exact transports lose nothing. Expected as measured: ")
-    assert best(measured).seconds != best(solver(cluster)).seconds
 
 
 def test_a_profile_has_the_speed_of_exact_codecs_and_older_ones_an_estimate() -> None:

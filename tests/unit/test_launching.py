@@ -33,7 +33,7 @@ from towpath.topology.cluster import Topology
 TOPOLOGY = Topology(2, 2)
 DEPTH = 4
 UNITS = (
-    UnitSpec("", (BucketSpec((5000, 64)),), kept=True),
+    UnitSpec("", (BucketSpec((5000, 64)),), root=True),
     *(UnitSpec(f"blocks.{i}", (BucketSpec((64 * 64, 64, 64 * 64)),)) for i in range(DEPTH)),
 )
 FAST = Hardware(

@@ -141,7 +141,7 @@ def test_the_planner_describes_the_leaves_of_the_live_model() -> None:
         model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, hidden_size=WIDTH, tie_word_embeddings=False, **sizes))
     described, live = shape.model("", 32).units, lay_out(model)
     ends = [
-        sorted((b.numels, u.leaf, u.lookup) for u in units for b in u.buckets if u.kept or u.leaf)
+        sorted((b.numels, u.leaf, u.lookup) for u in units for b in u.buckets if u.root or u.leaf)
         for units in ([u.spec for u in described], [u.spec for u in live])
     ]
     assert ends[0] == ends[1]
@@ -154,7 +154,7 @@ def test_the_head_is_prefetched_and_reduced_first(name: str) -> None:
     with torch.device("meta"):
         model = GPT()
     plans = towpath.schedule(towpath.strategy(name, SHAPE), model).plans
-    tasks = [(task.kind, plans[task.unit].name) for _, task in steady_tasks(plans, 1)]
+    tasks = [(task.kind, plans[task.unit].spec.name) for _, task in steady_tasks(plans, 1)]
     gathers = [unit for kind, unit in tasks if kind is TransferKind.GATHER]
     again = [unit for kind, unit in tasks if kind is TransferKind.BACKWARD_GATHER]
     reduced = [unit for kind, unit in tasks if kind is TransferKind.REDUCE]

@@ -22,7 +22,7 @@ from towpath.topology.cluster import Extent, Topology
 SQUARE = Topology(2, 2)
 # Two matrices that get smaller, a vector, one matrix that would not, and one that must not.
 BUCKET = BucketSpec((64 * 32, 64, 32 * 48, 8 * 8, 64 * 64), matrices=((64, 32), None, (32, 48), (8, 8), None))
-UNITS = (UnitSpec("", (BucketSpec((40,)),), kept=True), UnitSpec("block", (BUCKET,)))
+UNITS = (UnitSpec("", (BucketSpec((40,)),), root=True), UnitSpec("block", (BUCKET,)))
 WHOLE = ("ddp", "zero1", "paro-nng", "paro-nni")
 
 

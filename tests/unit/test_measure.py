@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from towpath.core.formats import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.plan import measure
+from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
+from towpath.plan.choice import describe_measured, line_through
 from towpath.plan.hardware import Cluster
-from towpath.plan.measure import describe_measured, line_through
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
 from towpath.train.models import GPT, Shape
 
@@ -75,7 +75,7 @@ def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was()
 
 def test_the_root_runs_without_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five like units one runs, as often as may be, and none with the root."""
-    monkeypatch.setattr(measure, "_SECONDS", float("inf"))  # however slow the machine
+    monkeypatch.setattr(choice, "_SECONDS", float("inf"))  # however slow the machine
     model = Net()
     measured(model, [1])
     assert model.ran["cpu"] == 20
@@ -151,8 +151,8 @@ def test_waiting_for_a_core_is_not_computing(monkeypatch: pytest.MonkeyPatch) ->
             now.update({"clock": 3, "waited": 2})
             return super().forward(x, scale=scale)
 
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(now["clock"]))
-    monkeypatch.setattr(measure, "_waited_for_cores", lambda: float(now["waited"]))
+    monkeypatch.setattr(choice.time, "perf_counter", lambda: float(now["clock"]))
+    monkeypatch.setattr(choice, "_waited_for_cores", lambda: float(now["waited"]))
     model = Net()
     model.blocks = nn.ModuleList(Slow(model.ran) for _ in range(2))
     _, *blocks = measured(model, [1]).units

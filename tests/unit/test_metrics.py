@@ -24,9 +24,9 @@ from towpath.train.metrics import (
     TensorBoard,
     WeightsAndBiases,
     open_writers,
+    peak_flops,
     peak_memory,
-    stated_flops,
-    times,
+    seconds_by_activity,
 )
 
 ROW: dict[str, Any] = {
@@ -154,13 +154,13 @@ def test_a_missing_package_is_one_line_with_the_remedy(
 
 
 def test_the_peak_is_the_data_sheets_where_the_gpu_is_known() -> None:
-    assert stated_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
-    assert stated_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
-    assert stated_flops("NVIDIA H200", torch.float16) == 989e12
-    assert stated_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312e12
-    assert stated_flops("NVIDIA RTX A4000", torch.bfloat16) is None
-    assert stated_flops("NVIDIA H200", torch.float32) is None  # unless TF32 is allowed
-    assert stated_flops(torch.device("cpu"), torch.float32) is None
+    assert peak_flops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert peak_flops("NVIDIA H200", torch.float16) == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312e12
+    assert peak_flops("NVIDIA RTX A4000", torch.bfloat16) is None
+    assert peak_flops("NVIDIA H200", torch.float32) is None  # unless TF32 is allowed
+    assert peak_flops(torch.device("cpu"), torch.float32) is None
 
 
 def test_the_peak_of_memory_does_not_fall() -> None:
@@ -203,7 +203,7 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
-    found = times(done, {"passes": 15.0, "optimizer": 1.0}, 20.0)
+    found = seconds_by_activity(done, {"passes": 15.0, "optimizer": 1.0}, 20.0)
     assert sum(found.values()) == pytest.approx(20.0)
     gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
     assert found["waiting for gather"] == pytest.approx(gathers)

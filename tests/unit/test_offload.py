@@ -18,7 +18,7 @@ from towpath.core.step_state import Submit
 from towpath.core.strategy import Offload, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.engine.parameters.gradients import OptimizerMemory
+from towpath.engine.parameters.gradients import copy_to_device
 from towpath.errors import ConfigError
 from towpath.plan.catalog import describe_model, load_cluster
 from towpath.plan.request import Request
@@ -48,7 +48,7 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
 @pytest.mark.parametrize("label", ["zero3", "paro-igg", "hpz", "zero1"])
 def test_the_schedule_counts_the_copies_of_params(label: str, form: Form) -> None:
     block = UnitSpec("block", (BucketSpec((NUMEL,)),))
-    units = [UnitSpec("", (BucketSpec((NUMEL,)), BucketSpec((NUMEL,), trainable=False)), kept=True), block]
+    units = [UnitSpec("", (BucketSpec((NUMEL,)), BucketSpec((NUMEL,), trainable=False)), root=True), block]
     for exact in (False, True):
         plain, offloaded = (
             schedule(towpath.strategy(label, SHAPE, offload=offload, exact=exact), tuple(units), 3, MIXED, form=form)
@@ -77,11 +77,11 @@ def test_what_the_device_casts_is_staged_in_pieces(monkeypatch: pytest.MonkeyPat
         [bucket] = plan.buckets
         assert bucket.staged == staged
         assert plan.wire_needs(TransferKind.PARAM_SYNC).get(own, 0) == staged
-        memory, buffers = OptimizerMemory(bucket, CPU), WireBuffers(CPU)
+        buffers = WireBuffers(CPU)
         buffers.reserve(plan.wire_needs(TransferKind.PARAM_SYNC))
         before = buffers.made
         master, target = torch.randn(bucket.numel).to(getattr(torch, own)), torch.empty(bucket.numel).bfloat16()
-        memory.param_sync(master, target, Workspace(buffers))
+        copy_to_device(master, target, bucket, Workspace(buffers))
         assert torch.equal(target, master.bfloat16()) and buffers.made == before
 
 
@@ -90,7 +90,7 @@ def test_parameters_are_synced_when_their_unit_is_gathered() -> None:
     for label in ("zero3", "paro-iig", "ddp"):
         for offload, at_once in (("optimizer", 2), (None, 4)):
             made = towpath.strategy(label, SHAPE, offload=offload)
-            units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a", "b", "c")]
+            units = [UnitSpec(name, (BucketSpec((NUMEL,)),), root=not name) for name in ("", "a", "b", "c")]
             machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
             for step in range(3):
                 synced: list[list[int]] = []

@@ -15,8 +15,7 @@ from towpath.core.step_state import ApplyOuter, Submit, Wait
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.core.units import units_from_numels
 from towpath.errors import ConfigError
-from towpath.outer.exchanges import OuterPlan
-from towpath.outer.steps import OuterSteps
+from towpath.outer.exchanges import OuterPlan, OuterSteps
 
 PRESETS = list(towpath.strategies())
 UNITS = units_from_numels({"": 1000, "a": 70_000, "b": 70_000, "c": 33_000, "d": 70_000}, "float32")

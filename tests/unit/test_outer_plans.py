@@ -12,7 +12,7 @@ from tests.unit.test_planner import small_cluster
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
 from towpath.outer import proposal
-from towpath.outer.proposal import HIDDEN, OuterPlanner, worth_it
+from towpath.outer.proposal import HIDDEN, OuterPlanner, saves_enough
 from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
 from towpath.plan.model import Transformer
@@ -105,7 +105,7 @@ def test_the_slower_the_link_the_more_outer_steps_save() -> None:
         found, step = solver.solve(best=1), outer_step(solver)
         assert isinstance(found, Ranking)
         shares.append(found.ranked[0].seconds / step.seconds)
-        assert worth_it(step, found.ranked[0]) == (shares[-1] > 1.25)
+        assert saves_enough(step, found.ranked[0]) == (shares[-1] > 1.25)
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 10 > 1.25 > shares[-1]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from towpath import checkpoint
-from towpath.cli.terminal import outlive_readers
-from towpath.progress import working
+from towpath.cli.terminal import survive_closed_pipes
+from towpath.progress import show_progress
 from towpath.train.data import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
@@ -58,7 +58,7 @@ def _output_to(descriptor: int) -> Generator[None]:
         try:
             for number in (1, 2):
                 os.dup2(descriptor, number)
-            outlive_readers()
+            survive_closed_pipes()
             yield
             sys.stdout.flush()
             sys.stderr.flush()
@@ -80,7 +80,7 @@ def test_lines_live_lines_and_libraries_are_quiet_when_the_reader_has_left() -> 
         for _ in range(3):
             print("a line", flush=True)
             print("a line", file=sys.stderr)
-        with working("a bar") as say:
+        with show_progress("a bar") as say:
             for done in range(3):
                 say(f"{done} of 3")
         for number in (1, 2):

@@ -32,7 +32,7 @@ TOPOLOGIES = [towpath.Topology(nodes, ranks) for nodes in (1, 2, 3, 4) for ranks
 
 def _plan(strategy: Strategy, blocks: int = 3, codec: str = "none", reverse: bool = False) -> MatrixPlan:
     numels = tuple(_numel(shape) for shape in SHAPES)
-    units = [UnitSpec("", (BucketSpec((5,)),), kept=True)]
+    units = [UnitSpec("", (BucketSpec((5,)),), root=True)]
     units += [UnitSpec(f"blocks.{i}", (BucketSpec(numels),)) for i in range(blocks)]
     plans = [plan_unit(strategy, unit, Precision()) for unit in units]
     chosen = [

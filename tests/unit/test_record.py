@@ -19,6 +19,7 @@ from towpath.core.units import Range
 from towpath.observe.record import Mark, Record, Timer, Trace, TransferWait
 from towpath.topology.cluster import Topology
 
+CPU = torch.device("cpu")
 PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
 
 
@@ -75,7 +76,7 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     counted.totals()
     first, second = gather("a"), gather("b")
     for transfer in (first, second):
-        with counted.running([transfer], micro_step=0):
+        with counted.running([transfer], Workspace(WireBuffers(CPU))):
             device.end += 2.0
     waits = TransferWait(counted, [second])
     began = waits.mark()
@@ -109,7 +110,7 @@ def test_events_are_made_only_while_somebody_reads_seconds() -> None:
 
     def run() -> int:
         before = device.made
-        with counted.running([gather("a")], micro_step=0):
+        with counted.running([gather("a")], Workspace(WireBuffers(CPU))):
             device.end += 2.0
         device.settle()
         return device.made - before
@@ -125,7 +126,7 @@ def test_a_trace_times_transfers_that_nobody_else_reads() -> None:
     device = Device()
     counted = record(device)
     counted.trace = Trace(device)
-    with counted.running([gather("a")], micro_step=0):
+    with counted.running([gather("a")], Workspace(WireBuffers(CPU))):
         device.end += 2.0
     counted.trace.end()
     assert [i.seconds for i in counted.trace.intervals if i.name == "gather of a"] == [2.0]
@@ -154,7 +155,7 @@ def test_several_gathers_in_one_message_share_its_seconds() -> None:
     marks = iter([1.0, 3.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Timer, "mark", lambda _: next(marks))
-        with counted.running(both, micro_step=0):
+        with counted.running(both, Workspace(WireBuffers(CPU))):
             pass
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals().transfers] == [(1, 1.0), (1, 1.0)]
 
@@ -168,8 +169,8 @@ def test_bytes_of_coded_messages_are_those_that_were_sent() -> None:
     counted = record(Timer())
     for traced, messages in ((False, 100), (True, 50)):
         counted.trace = Trace(Timer()) if traced else None
-        with counted.running([sync], micro_step=0):
-            counted.encoded(sync, 200, messages)
+        with counted.running([sync], workspace := Workspace(WireBuffers(CPU))):
+            workspace.count_encoded(200, messages)
     assert counted.trace is not None
     counted.trace.end()
     sent = [each.args for each in counted.trace.intervals if each.track == "between nodes"]
@@ -199,7 +200,7 @@ def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
     counted.totals()
     for number in range(20_000):
         device.end = number + 1.0
-        with counted.running([gather("a")], 0):
+        with counted.running([gather("a")], Workspace(WireBuffers(CPU))):
             device.end = number + 2.0
         device.now = device.end - 10  # it is ten transfers behind
     assert len(counted._unknown) <= 2 * 1000

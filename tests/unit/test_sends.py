@@ -84,7 +84,7 @@ def test_messages_have_no_route_and_round_once() -> None:
 
 def test_what_a_group_sends_is_counted_where_its_ranks_live_in_the_job() -> None:
     """Of two pipeline stages with data-parallel ranks (0, 1, 4, 5) and (2, 3, 6, 7): the second one's cables."""
-    small, units = Topology(2, 2), (UnitSpec("", (BucketSpec((1000,)),), kept=True),)
+    small, units = Topology(2, 2), (UnitSpec("", (BucketSpec((1000,)),), root=True),)
     for transfer in schedule(strategy("zero3", small), units, 1).transfers:
         placed = transfer.over((2, 3, 6, 7), JOB)
 

@@ -27,7 +27,7 @@ SPEED = CodecSpeed(1e9, 1e9)
 CODECS = tuple((name, SPEED) for name in ("int8", "int4", "bf16"))
 DEPTH = 4
 UNITS = (
-    UnitSpec("", (BucketSpec((5000, 64)),), kept=True),
+    UnitSpec("", (BucketSpec((5000, 64)),), root=True),
     *(UnitSpec(f"blocks.{i}", (BucketSpec((64 * 64, 64, 64 * 64)),)) for i in range(DEPTH)),
 )
 
@@ -187,7 +187,7 @@ def test_each_queue_carries_out_what_the_schedule_has_in_its_order(name: str) ->
     found = replayed(made, hardware(Topology(2, 2), latency=1e-5), micro_steps=2)
 
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    expected = [(m, t.kind, plans[t.unit].name) for m, t in steady_tasks(plans, 2)]
+    expected = [(m, t.kind, plans[t.unit].spec.name) for m, t in steady_tasks(plans, 2)]
     for queue in {e.track for e in found.events} - {"compute", "waiting"}:
         events = [e for e in sorted(found.events, key=lambda e: e.end) if e.track == queue]
         kinds = {e.kind for e in events} - {TransferKind.UNUSED_PARAMS}

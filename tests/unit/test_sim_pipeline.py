@@ -29,7 +29,7 @@ from towpath.plan.hardware import CodecSpeed, Hardware, Link
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.topology.cluster import Topology
 
-UNITS = (UnitSpec("", (BucketSpec((10,)),), kept=True), UnitSpec("a", (BucketSpec((100,)),)))
+UNITS = (UnitSpec("", (BucketSpec((10,)),), root=True), UnitSpec("a", (BucketSpec((100,)),)))
 HIDDEN = 1000  # elements that a stage hands on
 FAST = 1e15
 FORWARD, BACKWARD = 1.0, 2.0

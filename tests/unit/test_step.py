@@ -11,7 +11,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +62,10 @@ class Planned:
     has_param_sync: bool = True
     steps_on_host: bool = False
     agrees_on_sizes: bool = False
+
+    @property
+    def spec(self) -> Self:
+        return self
 
 
 class Watched:

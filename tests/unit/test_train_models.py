@@ -38,9 +38,9 @@ def test_a_model_is_built_without_memory_and_tells_its_size() -> None:
     assert all(p.device.type == "meta" and p.dtype == torch.float32 for p in built.model.parameters())
     assert [type(b).__name__ for b in built.blocks] == ["Block", "Block"]
     # A tied embedding counts once, and multiplies.
-    assert built.matrices == 2 * (4 * 16 * 16 + 3 * 16 * 64) + 16 * VOCABULARY
-    assert built.parameters == built.matrices + 5 * 16
-    assert built.flops_per_token(10) == 6 * built.matrices + 12 * 2 * 16 * 10
+    assert built.multiplied == 2 * (4 * 16 * 16 + 3 * 16 * 64) + 16 * VOCABULARY
+    assert built.parameters == built.multiplied + 5 * 16
+    assert built.flops_per_token(10) == 6 * built.multiplied + 12 * 2 * 16 * 10
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -126,7 +126,7 @@ def test_masters_are_fp32_whatever_the_file_says_the_weights_were_kept_in(tmp_pa
     built = build_model(ModelConfig(hf=str(tmp_path)), VOCABULARY)
     assert {p.dtype for p in built.model.parameters()} == {torch.float32}
     assert built.config_json["architectures"] == ["LlamaForCausalLM"]
-    assert built.attended == 2 * 16 and len(built.blocks) == 2
+    assert built.attention_width == 2 * 16 and len(built.blocks) == 2
 
 
 def _llama() -> dict[str, Any]:

@@ -158,12 +158,8 @@ def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
     types = {"old": elements if difference else "constexpr", "values": elements, "table": "*i32", "ends": "*i64"}
     types |= {"words": "*i32", "message": "*u8", "outcome": "*i32", "n": "i32"}
     types |= {"stride": "i32", "own": "i32"}
-    constants: dict[str, Any] = {
-        "difference": difference,
-        "bits": bits,
-        "mantissa": 7 if bits == 16 else 23,
-        "blocks": 1,
-    }
+    form = kernels.specification.FORMATS[torch.bfloat16 if bits == 16 else torch.float32]
+    constants: dict[str, Any] = {"form": form, "difference": difference}
     if kernel == "digest":
         types = {"data": "*i32", "header": "*i32", "found": "*i64", "n": "i32", "stride": "i32"}
         constants = {"item": 4, "words": 1024}

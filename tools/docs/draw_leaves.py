@@ -22,7 +22,7 @@ def in_the_root(model: Model) -> Model:
     root, *others = model.units
     leaves = [unit for unit in others if unit.spec.leaf]
     numels = [n for unit in (*leaves, root) for bucket in unit.spec.buckets for n in bucket.numels]
-    merged = replace(root, spec=UnitSpec("", (BucketSpec(tuple(numels)),), kept=True))
+    merged = replace(root, spec=UnitSpec("", (BucketSpec(tuple(numels)),), root=True))
     for leaf in leaves:
         merged = merged.combined_with(leaf)
     merged = replace(merged, entering=root.entering)

@@ -38,7 +38,7 @@ from towpath.checkpoint.safe_files import (
 )
 from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.errors import CheckpointError
-from towpath.outer.saved import islands_of, view_of
+from towpath.outer.saved import island_manifest, islands_of
 
 ADAPTERS = "peft"  # the name in a manifest
 _PREFIX = "model."
@@ -90,7 +90,7 @@ def export(
     manifest.check_sizes(source)
     if island is not None and not 0 <= island < islands_of(manifest):
         raise CheckpointError(f"island {island}: {source} has the islands 0 to {islands_of(manifest) - 1}.")
-    manifest = view_of(manifest, island)
+    manifest = island_manifest(manifest, island)
     peft = _adapter(manifest, adapter, source) if adapter is not None else None
     names = _names(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -24,8 +24,8 @@ from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
-from towpath.optim import whole_of
-from towpath.outer.saved import VALUE, islands_of, restore_islands, view_of
+from towpath.optim import owner_stepped_members
+from towpath.outer.saved import VALUE, island_manifest, islands_of, restore_islands
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same, described
 
@@ -93,27 +93,25 @@ def load(where: str | Path, state: State) -> Loaded | None:
     notes: list[str] = []
     for path in paths:
         try:
-            loaded = _load(path, state, control)
+            return _load(path, state, control, notes)
         except DamagedError as error:
             if named:
                 raise CheckpointError(str(error)) from None
             notes.append(f"{path.name} was passed over: {error}")
             if control.groups.rank == 0:
                 _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
-            continue
-        return Loaded(loaded.step, path, (*notes, *loaded.notes))
     if notes:
         raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}")
     return None
 
 
-def _load(path: Path, state: State, control: AllRanks) -> Loaded:
+def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
     manifest = control.on_rank_0(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
     restore = control.each(lambda: Restore(state, manifest))
     storage.read(restore.targets, path, restore.manifest, control)
     control.each(restore.check)
-    return Loaded(manifest.step, path, tuple(control.each(restore.finish)))
+    return Loaded(manifest.step, path, (*notes, *control.each(restore.finish)))
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ class Restore:
         # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
         self._ranks = state.local.groups.world, 1 if islands is None else islands.islands, peers
         same = islands is not None and islands_of(manifest) == islands.islands
-        self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
+        self.manifest = manifest = island_manifest(manifest, islands.island if islands is not None and same else None)
         self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
         self._state, self._model = state, state.named()
         self.targets: dict[str, torch.Tensor] = {}
@@ -234,11 +232,11 @@ class Restore:
         prefix = f"rank.{self._state.island_rank}.codec."
         kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == local.fingerprint
-        if same and kept == set(local.state()):
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.state().items()})
-            self._finish.append(lambda: local.load(self._filled(prefix)))
+        if same and kept == set(local.codec_states()):
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.codec_states().items()})
+            self._finish.append(lambda: local.load_codec_states(self._filled(prefix)))
             return
-        local.restart()
+        local.reset_codec_states()
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
         if local.engines and carried:
             self.notes.append(
@@ -341,7 +339,9 @@ def restore_optimizer(
             f"the checkpoint has the states of {saved['kind']}, and the optimizer is {kind_of(optimizer)}. Make the "
             "optimizer that was saved (towpath train: train.optimizer), or load without one."
         )
-    owner_stepped = {id(p) for each in whole_of(optimizer) for group in each.param_groups for p in group["params"]}
+    owner_stepped = {
+        id(p) for each in owner_stepped_members(optimizer) for group in each.param_groups for p in group["params"]
+    }
     like: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # by the parameters whose states this rank restores
     for group in optimizer.param_groups:
         for parameter in group["params"]:

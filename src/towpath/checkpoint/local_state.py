@@ -8,8 +8,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -103,77 +102,6 @@ def _as_built(name: str) -> str:
 # --- this rank --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CodecState:
-    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
-
-    state: Callable[[], dict[str, torch.Tensor]]  # by name: the tensors in use, except for seeds
-    restart: Callable[[], object]  # begins anew
-    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None  # after the tensors in use were filled
-
-
-_SEEDS = "seeds"
-
-
-def codec_state_of(engine: Engine) -> CodecState:
-    """Return the state of an engine's codecs: their error feedback, and the seeds of stochastic rounding.
-
-    Only a run of the same strategy on as many nodes and ranks can load it, because other runs have other slices.
-    """
-    return CodecState(
-        partial(_codec_state, engine),
-        lambda: [keeper.restart() for _, keeper in _keepers(engine)],
-        partial(_load_codec_state, engine),
-    )
-
-
-def _codec_state(engine: Engine) -> dict[str, torch.Tensor]:
-    found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
-    seeds = [rounding.seed for rounding in _rounding_seeds(engine)]
-    return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
-
-
-def _load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
-    mine = _codec_state(engine)
-    # The manifest has compared `fingerprint` before, so other keys would be a bug and no damaged file.
-    assert mine.keys() == values.keys(), (mine.keys(), values.keys())
-    for name, value in values.items():
-        if name != _SEEDS:
-            mine[name].copy_(value)
-    seeds = _rounding_seeds(engine)
-    for rounding, seed in zip(seeds, values[_SEEDS].tolist() if seeds else [], strict=True):
-        rounding.seed = seed
-
-
-def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
-    for unit in engine.units:
-        for number, bucket in enumerate(unit.buckets):
-            for name, keeper in bucket.keepers.items():
-                yield f"{unit.name or 'root'}/{number}/{name}", keeper
-
-
-def _rounding_seeds(engine: Engine) -> list[RoundingSeeds]:
-    return [seeds for _, keeper in _keepers(engine) for seeds in keeper.seeds]
-
-
-def fingerprint(engine: Engine) -> str:
-    """Return a digest that is equal for runs that can load each other's codec state."""
-    # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
-    made = engine.strategy
-    plain = {"until": 0, "after": 0, "plain_route": None, "exact": False}
-    always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
-    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
-    lines = [made.to_toml(), str(engine.precision), str(engine.comm.device.type)]
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
-            for p in bucket.layout.places:
-                lines.append(f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}")
-                # On a tensor-parallel mesh the same shape may be another part of the tensor.
-                lines += [f"{p.parallel.describe()} on {p.parallel.ranks}"] if p.parallel is not None else []
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalState:
     """The tensors and states that one rank has of a model, and the part that this rank writes."""
@@ -184,33 +112,44 @@ class LocalState:
     islands: IslandState | None = None
     named: Callable[[], NamedTensors]
     writes_copies: bool  # whether this rank writes tensors of which other ranks have copies
-    engines: tuple[Engine, ...] = ()
-    states: Mapping[str, CodecState]  # by the prefix of their names
-    fingerprint: str = ""  # equal for two runs whose ranks carry the same states
+    engines: Mapping[str, Engine]  # by the prefix of the names of their codecs' states
+    senders: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of messages between stages, by name
+    fingerprint: str = ""  # equal for two runs whose codecs keep the same states
     held: frozenset[str] | None = None  # all tensors that any rank has; None if each rank has all of them
     written_elsewhere: frozenset[str] = frozenset()  # the sharded tensors of this rank that another stage writes
     copied_elsewhere: frozenset[str] = frozenset()  # the unsharded ones
     dropped: Callable[[], None] = lambda: None  # called after the engines have dropped accumulated gradients
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return all states that this rank carries."""
-        return {f"{prefix}{name}": t for prefix, each in self.states.items() for name, t in each.state().items()}
+    def codec_states(self) -> dict[str, torch.Tensor]:
+        """Return what codecs carry from step to step. The tensors are those in use, except for seeds."""
+        engines = self.engines.items()
+        found = {f"{prefix}{name}": kept for prefix, engine in engines for name, kept in codec_state(engine).items()}
+        found |= {f"{name}/{i}": kept for name, sender in self.senders.items() for i, kept in enumerate(sender.state)}
+        return found | self._outer_feedback()
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over all states."""
-        for prefix, each in self.states.items():
-            each.load({name: values[f"{prefix}{name}"] for name in each.state()})
+    def _outer_feedback(self) -> dict[str, torch.Tensor]:
+        feedback = {} if self.islands is None else self.islands.outer.feedback()
+        return {f"outer.{name}": kept for name, kept in feedback.items()}
+
+    def load_codec_states(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over the seeds, after the tensors in use were filled."""
+        for prefix, engine in self.engines.items():
+            load_codec_state(engine, {name: values[f"{prefix}{name}"] for name in codec_state(engine)})
 
     def go_to(self, step: int) -> None:
         """Continue as after `step` optimizer steps, without gradients that were accumulated before."""
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.go_to(step)
         self.dropped()
 
-    def restart(self) -> None:
-        """Start with new states."""
-        for each in self.states.values():
-            each.restart()
+    def reset_codec_states(self) -> None:
+        """Begin without error feedback."""
+        for engine in self.engines.values():
+            reset_codec_state(engine)
+        for sender in self.senders.values():
+            sender.restart()
+        for kept in self._outer_feedback().values():
+            kept.zero_()
 
 
 def local_state_of(model: Any) -> LocalState:
@@ -233,12 +172,10 @@ def local_state_of(model: Any) -> LocalState:
             f"job has {job.world}: a checkpoint is of a whole job."
         )
     islands, groups = None, job
-    states = {} if engine is None else {"": codec_state_of(engine)}
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
-        groups, outer = engine.comm.groups, engine.outer  # its state is the error feedback of exchanges
-        states["outer."] = CodecState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
+        groups = engine.comm.groups
         islands = IslandState(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return LocalState(
         groups=groups,
@@ -247,10 +184,75 @@ def local_state_of(model: Any) -> LocalState:
         islands=islands,
         named=lambda: named_tensors(model),
         writes_copies=groups.rank == 0,
-        engines=() if engine is None else (engine,),
-        states=states,
+        engines={} if engine is None else {"": engine},
         fingerprint="" if engine is None else fingerprint(engine),
     )
+
+
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+# The error feedback and the seeds that codecs keep between steps. Only a run of the same strategy on as many nodes and
+# ranks can load them, because other runs have other slices.
+
+_SEEDS = "seeds"
+
+
+def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the codec state of a model on this rank, by transfer.
+
+    The tensors are those in use, not copies. Only the seeds are copied.
+    """
+    found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
+    seeds = [rounding.seed for rounding in _rounding_seeds(engine)]
+    return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
+
+
+def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
+    """Restore codec state, such as error feedback, that `codec_state` returned at the step where the engine is now."""
+    mine = codec_state(engine)
+    # The manifest has compared `fingerprint` before, so other keys would be a bug and no damaged file.
+    assert mine.keys() == values.keys(), (mine.keys(), values.keys())
+    for name, value in values.items():
+        if name != _SEEDS:
+            mine[name].copy_(value)
+    seeds = _rounding_seeds(engine)
+    for rounding, seed in zip(seeds, values[_SEEDS].tolist() if seeds else [], strict=True):
+        rounding.seed = seed
+
+
+def reset_codec_state(engine: Engine) -> None:
+    """Discard the codec state, so that the next step starts without error feedback."""
+    for _, keeper in _keepers(engine):
+        keeper.restart()
+
+
+def fingerprint(engine: Engine) -> str:
+    """Return a digest that is equal for runs that can load each other's codec state."""
+    # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
+    made = engine.strategy
+    plain = {"until": 0, "after": 0, "plain_route": None, "exact": False}
+    always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
+    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
+    lines = [made.to_toml(), str(engine.precision), str(engine.comm.device.type)]
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
+            for p in bucket.layout.places:
+                lines.append(f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}")
+                # On a tensor-parallel mesh the same shape may be another part of the tensor.
+                lines += [f"{p.parallel.describe()} on {p.parallel.ranks}"] if p.parallel is not None else []
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
+    for unit in engine.units:
+        for number, bucket in enumerate(unit.buckets):
+            for name, keeper in bucket.stateful.items():
+                yield f"{unit.name or 'root'}/{number}/{name}", keeper
+
+
+def _rounding_seeds(engine: Engine) -> list[RoundingSeeds]:
+    return [seeds for _, keeper in _keepers(engine) for seeds in keeper.seeds]
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

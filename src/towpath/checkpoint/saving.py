@@ -41,7 +41,7 @@ _ALIGNED_BYTES = 64
 # --- snapshots --------------------------------------------------------------------------------------------------------
 
 
-class HostMemory:
+class StagingMemory:
     """Memory on the host that saves are copied into, and that later saves reuse. It is pinned if there is a GPU."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Snapshot:
             )
 
     def _count_writes(self) -> int:
-        return sum(engine.writes for engine in self._engines)
+        return sum(engine.writes.count for engine in self._engines)
 
     def _copy(self) -> None:
         for copy, source in self._late:
@@ -182,8 +182,8 @@ class Saving:
 
 
 @dataclass(slots=True)
-class _Saves:
-    """The saves of all savers of a job. One follows another, on a process group of their own."""
+class _SaveChannel:
+    """The process group on which all savers of a job save, one after another."""
 
     everyone: Groups
     apart: Groups
@@ -247,7 +247,7 @@ class Saver:
         self.root, self.state = Path(root), state
         self._keep = keep_last, keep_every
         self._background, self._exclusive = background, exclusive
-        self._memory = HostMemory()
+        self._memory = StagingMemory()
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
         self._open()
@@ -260,7 +260,7 @@ class Saver:
         with together(everyone, "Saver()", storage.SAME, RefusedError) as lines:
             lines += [f"root = {self.root}", f"keep_last = {keep_last}", f"keep_every = {keep_every}"]
             lines.append(f"background = {self._background}")
-        self._saves = everyone.shared("checkpoints", lambda: _Saves(everyone, everyone.apart("checkpoints")))
+        self._channel = everyone.shared("checkpoints", lambda: _SaveChannel(everyone, everyone.apart("checkpoints")))
         self._lock = lock_of(self.root)
         self._release = weakref.finalize(self, release, self._lock)
 
@@ -270,9 +270,9 @@ class Saver:
                 folders.sweep(self.root)
 
         try:
-            if self._saves.thread is not None:
-                self._saves.thread.join()
-            self._saves.control.on_rank_0(lock)
+            if self._channel.thread is not None:
+                self._channel.thread.join()
+            self._channel.control.on_rank_0(lock)
         except Exception:
             self._release()
             raise
@@ -305,12 +305,12 @@ class Saver:
         try:
             items = self.state.collect()
             if self._background:
-                pieces, saving.snapshot = self._memory.snapshot(items.pieces, self.state.local.engines)
+                pieces, saving.snapshot = self._memory.snapshot(items.pieces, [*self.state.local.engines.values()])
                 items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
             items = described(error)
 
-        before = self._saves.thread
+        before = self._channel.thread
 
         def work() -> None:
             nonlocal items
@@ -324,7 +324,7 @@ class Saver:
             saving.ended = self._write(step, items, began)
 
         if self._background:
-            self._saves.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
+            self._channel.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
         else:
             work()
             self._raise_refusal()
@@ -356,19 +356,19 @@ class Saver:
         """
         outcome = self.wait()
         self._release()
-        self._memory = HostMemory()
+        self._memory = StagingMemory()
         return outcome
 
     def _write(self, step: int, items: WriteItems | str, began: float) -> Outcome:
         failure, is_first = None, self.state.local.everyone.rank == 0
         try:
-            storage.write(self.root, step, items, self._lock, self._saves.control)
+            storage.write(self.root, step, items, self._lock, self._channel.control)
         except TowpathError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
-            self._saves.leave()
+            self._channel.leave()
         path = folders.checkpoint_of(self.root, step)
         if is_first and failure is not None:
             after = " The training goes on." if self._background else ""

@@ -1,4 +1,4 @@
-"""What a checkpoint contains of a training run: model, optimizer, everything else with a state, and random numbers.
+"""The content of a checkpoint: model, optimizer, everything else with a state, and random numbers.
 
     model.NAME                parameters (the masters, in their own dtype) and persistent buffers
     optimizer.NAME.STATE      per parameter, by the parameter's name
@@ -36,7 +36,7 @@ from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import members_of, whole_of
+from towpath.optim import members_of, owner_stepped_members
 from towpath.outer.saved import IslandState, prefix_of
 
 RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
@@ -82,7 +82,7 @@ class State:
         self.config, self.names = config, dict(names or {})
         self._savers = weakref.WeakSet[Any]()  # those that save this state
         self.local = local_state_of(model)
-        for engine in self.local.engines:
+        for engine in self.local.engines.values():
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
@@ -104,14 +104,14 @@ class State:
 
     def collect(self) -> WriteItems:
         """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
-        model, islands, engines = self.named(), self.local.islands, self.local.engines
+        model, islands, engines = self.named(), self.local.islands, [*self.local.engines.values()]
         copies, tensors = self.local.writes_copies, model.all()
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
             tensors = islands.trained(tensors)  # the others are equal on all islands, which share one copy
         found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
-        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.state().items()}
+        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.codec_states().items()}
         found.update(self._mine(own, True))
         rng = {"seed": torch.initial_seed(), "peers": len(self.local.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
@@ -168,7 +168,7 @@ class State:
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
-        if any(engine.kept_unsharded for engine in self.local.engines):
+        if any(engine.kept_unsharded for engine in self.local.engines.values()):
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return self.local.named()
 
@@ -284,12 +284,12 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether this rank, and no other of its replica, has the full states of the parameter."""
-    return any(each.owns(parameter) for each in whole_of(optimizer))
+    return any(each.owns(parameter) for each in owner_stepped_members(optimizer))
 
 
 def is_spread(optimizer: Optimizer) -> bool:
     """Return whether ranks have the states of different parameters."""
-    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
+    return any(part.is_spread for each in owner_stepped_members(optimizer) for part in each.parts)
 
 
 def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:

@@ -114,7 +114,9 @@ def get_optimizer_state_dict(
     for optimizer in _listed(optimizers):
         if isinstance(optimizer, OwnerSteppedOptimizer):
             _add_owned_states(optimizer, _parameters(model, options), gathered, options)
-    return _flattened(gathered) if options.flatten_optimizer_state_dict and gathered else gathered
+    if options.flatten_optimizer_state_dict and gathered:
+        return pytorchs._flatten_optim_state_dict(gathered)  # pyright: ignore[reportPrivateUsage]
+    return gathered
 
 
 def set_model_state_dict(
@@ -269,15 +271,6 @@ def _load_owned_states(optimizer: OwnerSteppedOptimizer, names: dict[int, str], 
         groups.append({**group, **options.get(mine[0] if mine else "", {}), "params": [number[name] for name in mine]})
     states = {number[name]: state for name, state in given["state"].items() if name in number}
     optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-def _flattened(tree: StateDict) -> StateDict:
-    """Return a flat dict as PyTorch makes it, with `state.NAME.KEY` and `param_groups.NAME.OPTION`."""
-    flat = {f"state.{name}.{key}": v for name, state in tree["state"].items() for key, v in state.items()}
-    for group in tree["param_groups"]:
-        options = [(key, value) for key, value in group.items() if key != "params"]
-        flat.update({f"param_groups.{name}.{key}": v for name in group["params"] for key, v in options})
-    return flat
 
 
 def _nested(flat: StateDict) -> StateDict:

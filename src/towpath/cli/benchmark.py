@@ -61,7 +61,7 @@ def bench(
     name = str(dtype).removeprefix("torch.")
     kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), topology, name)
     progress = Console(stderr=True, highlight=False, markup=False, quiet=groups.rank > 0, style="dim")
-    progress.print(f"{topology.words}, {groups.describe_backends()}: a GPT ({model}) in {name}")
+    progress.print(f"{topology.words}, {groups.backend(groups.device)}: a GPT ({model}) in {name}")
     status, found = StatusStore(f"{groups.name}/bench", groups.rank, groups.world), Comparison(kinds)
     try:
         found.run(rounds, partial(measure_together, status, setup, topology), progress.print)
@@ -78,7 +78,7 @@ def bench(
 def show(found: Comparison, quiet: bool = False) -> None:
     """Print the table of a comparison in 100 columns, the fastest candidate first."""
     from towpath.comparison import CONFIDENCE
-    from towpath.progress import size
+    from towpath.progress import format_bytes
 
     peer, coverage = found.fastest("peer"), 1.0
     table = table_of("candidate", "", "step", "speed-up", "interval", "GPU memory", numbers=2)
@@ -90,7 +90,7 @@ def show(found: Comparison, quiet: bool = False) -> None:
             interval = "" if name == peer else f"{each.low:.2f} – {each.high:.2f}"
         memory = max(sample.memory_bytes for sample in found.samples[name])
         marks = "+" * kind.startswith("ours") + "~" * kind.endswith("lossy")
-        table.add_row(name, marks, f"{found.step(name):.4g} s", ratio, interval, size(memory) if memory else "")
+        table.add_row(name, marks, f"{found.step(name):.4g} s", ratio, interval, format_bytes(memory) if memory else "")
     console = Console(width=100, highlight=False, markup=False, quiet=quiet)
     console.print(table)
     for name, why in found.failures.items():

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from towpath.cli.terminal import Commands, load_torch, table_of
+from towpath.cli.terminal import CommandGroup, load_torch, table_of
 from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
-from towpath.progress import size, working
+from towpath.progress import format_bytes, show_progress
 from towpath.topology.cluster import counted
 
-app = Commands()
+app = CommandGroup()
 _LOOK: dict[str, Any] = {"padding": (0, 3, 0, 0), "header_style": ""}
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one checkpoint.")]
@@ -63,7 +63,7 @@ def ls(
         table = table_of("name", "written", "", "ranks", "tensors", "size", numbers=3, **_LOOK)
         for row in rows:
             written = datetime.fromtimestamp(row["seconds"]).strftime("%Y-%m-%d %H:%M") if "seconds" in row else ""
-            held = size(row["bytes"]) if "bytes" in row else ""
+            held = format_bytes(row["bytes"]) if "bytes" in row else ""
             counts = (str(row.get(key, "")) for key in ("ranks", "tensors"))
             table.add_row(row["name"], written, "damaged" if row["problem"] else "", *counts, held)
         _console().print(table)
@@ -86,7 +86,7 @@ def verify_(folder: Folder) -> None:
 
     damaged = False
     for path in _checkpoints(folder):
-        with working(f"Reading {path}"):
+        with show_progress(f"Reading {path}"):
             problem = verify(path)
         print(f"{path.name}: {problem or 'every byte is what was written'}", flush=True)
         damaged = damaged or problem is not None
@@ -119,7 +119,7 @@ def show(folder: Folder) -> None:
     for name, tensor in manifest.tensors.items():
         if not name.startswith("rank."):
             dtype = str(tensor.dtype).removeprefix("torch.")
-            row = shape_text(tensor.shape), dtype, str(len(tensor.boxes)), size(tensor.bytes)
+            row = shape_text(tensor.shape), dtype, str(len(tensor.boxes)), format_bytes(tensor.bytes)
             table.add_row(visible(name), *row)
     out.print(table)
 
@@ -202,7 +202,7 @@ def export(
     sources = _checkpoints(checkpoint)
     for source in sources:
         try:
-            with working(f"Exporting {source}"):
+            with show_progress(f"Exporting {source}"):
                 written = checkpoints.export(
                     source,
                     folder,
@@ -235,7 +235,7 @@ def import_(
     load_torch()
     from towpath import checkpoint as checkpoints
 
-    with working(f"Importing {source}"):
+    with show_progress(f"Importing {source}"):
         written = checkpoints.import_safetensors(source, folder, config=_config(config))
     _print_files(sorted(written.iterdir()))
 
@@ -250,4 +250,4 @@ def _config(path: Path | None) -> dict[str, Any] | None:
 
 def _print_files(written: list[Path]) -> None:
     for path in written:
-        print(f"{path}  {size(path.stat().st_size)}")
+        print(f"{path}  {format_bytes(path.stat().st_size)}")

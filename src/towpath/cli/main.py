@@ -25,7 +25,7 @@ from towpath.cli import checkpoint
 from towpath.cli.benchmark import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
-from towpath.cli.terminal import Commands, outlive_readers
+from towpath.cli.terminal import CommandGroup, survive_closed_pipes
 from towpath.cli.train import data, train
 from towpath.errors import PlanError, StepError, TowpathError
 
@@ -45,7 +45,7 @@ _REPLACED = {
 # typer has a private copy of click. This is the base class of click's errors about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = Commands(name="towpath")
+app = CommandGroup(name="towpath")
 app.command()(train)
 app.command()(plan)
 app.command()(probe)
@@ -72,10 +72,10 @@ def root(
         raise typer.Exit(_USAGE)
 
 
-def main(commands: Commands = app, name: str = "towpath") -> None:
+def main(commands: CommandGroup = app, name: str = "towpath") -> None:
     """Run a command: `towpath`, the installed program, or another group of `commands` with its `name`."""
     signal.signal(signal.SIGTERM, _terminate)
-    outlive_readers()
+    survive_closed_pipes()
     try:
         status = _run(sys.argv[1:], commands, name)
     finally:
@@ -88,7 +88,7 @@ def main(commands: Commands = app, name: str = "towpath") -> None:
     sys.exit(status)
 
 
-def _run(arguments: list[str], commands: Commands = app, name: str = "towpath") -> int:
+def _run(arguments: list[str], commands: CommandGroup = app, name: str = "towpath") -> int:
     if commands is app and (instead := _REPLACED.get(arguments[0] if arguments else "")):
         return _complain(f"`towpath {arguments[0]}` is gone. Run {instead}.")
     try:

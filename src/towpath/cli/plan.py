@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
+from towpath.cli.terminal import above_zero, check_picture_file, table_of
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
@@ -28,7 +28,7 @@ from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
-from towpath.progress import working
+from towpath.progress import show_progress
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -112,16 +112,16 @@ _IN_CLUSTER, _IN_MODEL = "as in the cluster's file", "as in the model's file"
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="NAME", help=_CLUSTER)],
-    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", whole(1, 10**9))],
+    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", above_zero(int, 10**9))],
     nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _nodes, _IN_CLUSTER)] = None,
-    length: Annotated[int | None, _number("Tokens in a sequence.", whole(1, 10**7), _IN_MODEL)] = None,
-    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(1e6), _IN_CLUSTER)] = None,
+    length: Annotated[int | None, _number("Tokens in a sequence.", above_zero(int, 10**7), _IN_MODEL)] = None,
+    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(float, 1e6), _IN_CLUSTER)] = None,
     precision: Annotated[
         Literal["bf16", "fp32"],
         typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
     ] = "bf16",
     offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD)] = None,
-    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
+    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, above_zero(int, 10**6), "all that fit")] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks.", show_default="try both"),
@@ -129,7 +129,7 @@ def plan(
     allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW)] = "",
     pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout)] = None,
     strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY)] = None,
-    top: Annotated[int, _number("How many strategies to show.", whole(1, 10_000))] = 10,
+    top: Annotated[int, _number("How many strategies to show.", above_zero(int, 10_000))] = 10,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),
@@ -210,7 +210,7 @@ def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files:
     if files.report is not None:
         from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
 
-        with working("Drawing"):
+        with show_progress("Drawing"):
             write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
     files.write(found.ranked[0], solver, stages)
@@ -224,7 +224,7 @@ def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files:
 def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | None, files: PlanFiles) -> None:
     """Print the steps of strategies side by side. A strategy alone stands next to the best one."""
     layouts = [None] if stages is None else stages.layouts
-    with working("Simulating"):
+    with show_progress("Simulating"):
         shown = [each for text in texts for layout in layouts for each in _phases(text, solver, stages, layout)]
     first = shown[0][1]
     if len(shown) == 1:
@@ -239,7 +239,7 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | No
 
 def _solve(solver: Solver, stages: PlannedStages | None, best: int, most: int) -> Ranking | Infeasible:
     """Return the best strategies, with and without stages."""
-    with working("Planning"):
+    with show_progress("Planning"):
         found = solver.solve(best=best, most=most)
         if stages is None:
             return found

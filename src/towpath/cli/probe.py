@@ -12,7 +12,7 @@ from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
 from towpath.plan.profile import Profile, collective_seconds
 from towpath.plan.tables import seconds
-from towpath.progress import working
+from towpath.progress import show_progress
 
 
 def probe(
@@ -53,7 +53,7 @@ def _measure(budget: float) -> Profile | None:
         if dist.get_rank():
             measure(budget_seconds=budget)
             return None
-        with working(f"Probing, for about {budget:.0f} s"):
+        with show_progress(f"Probing, for about {budget:.0f} s"):
             return measure(budget_seconds=budget)
     finally:
         dist.destroy_process_group()

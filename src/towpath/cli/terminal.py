@@ -8,7 +8,6 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
 from typing import Any, final
 
@@ -20,7 +19,7 @@ from towpath.errors import ConfigError
 from towpath.files import check_output_file
 
 
-class Commands(typer.Typer):
+class CommandGroup(typer.Typer):
     """A group of commands with plain help, as `argparse` prints it."""
 
     def __init__(self, **options: Any) -> None:
@@ -36,31 +35,17 @@ class Commands(typer.Typer):
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` to `most`. Its error has the value and the range."""
-
-    def integer(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise typer.BadParameter(f"got {text}; expected a whole number from {least:,} to {most:,}")
-        return value
-
-    return integer
-
-
-def above_zero(most: float) -> Callable[[str], float]:
+def above_zero(kind: type[int] | type[float], most: float) -> Callable[[str], float]:
     """Return a parser of numbers above 0, up to `most`. Its error has the value and the range."""
+    expected = f"a whole number from 1 to {most:,}" if kind is int else f"a number above 0, up to {most:,.0f}"
 
     def number(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            value = 0.0
-        if not (isfinite(value) and 0 < value <= most):
-            raise typer.BadParameter(f"got {text}; expected a number above 0, up to {most:,.0f}")
+            value = 0
+        if not 0 < value <= most:  # NaN neither
+            raise typer.BadParameter(f"got {text}; expected {expected}")
         return value
 
     return number
@@ -127,7 +112,7 @@ class _Pipe(io.FileIO):
             return memoryview(data).nbytes
 
 
-def outlive_readers() -> None:
+def survive_closed_pipes() -> None:
     """Let stdout and stderr take text whose reader has left, and escape characters that their encoding lacks."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from towpath.cli.terminal import Commands, load_torch
-from towpath.progress import size, working
+from towpath.cli.terminal import CommandGroup, load_torch
+from towpath.progress import format_bytes, show_progress
 from towpath.train.config import Config
 
 
@@ -45,7 +45,7 @@ def train(
     raise typer.Exit(run_training(read))
 
 
-data = Commands()
+data = CommandGroup()
 
 
 @data.callback()
@@ -76,7 +76,7 @@ def prepare_command(
     """
     from towpath.train.data import prepare
 
-    with working("Tokens") as say:
+    with show_progress("Tokens") as say:
         made = prepare(
             sources,
             output,
@@ -89,6 +89,6 @@ def prepare_command(
     bytes_of_file = (output.expanduser() / "tokens.bin").stat().st_size
     Console(highlight=False, soft_wrap=True).print(
         f"{output}: {made.tokens:,} tokens of {made.documents:,} documents, vocabulary {made.vocabulary:,}, "
-        f"{size(bytes_of_file)} of {made.dtype}",
+        f"{format_bytes(bytes_of_file)} of {made.dtype}",
         markup=False,
     )

@@ -323,10 +323,8 @@ def _transposed(rows: int, columns: int) -> list[int]:
 
 
 def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0) -> Collective:
-    """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
-
-    `start`: The elements of the wire buffer that the caller uses itself.
-    """
+    """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length."""
+    # `start`: The elements of the wire buffer that the caller uses itself.
     if not is_direct(route, members):
         slots = tuple(range(len(members.group.ranks))) if route == "flat" else columns_first(members.grid)
         ordered = replace(members, group=Group(members.group.ranks, slots))

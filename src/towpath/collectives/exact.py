@@ -6,7 +6,7 @@ end each member decodes the slices of the others in place.
 
 Messages have sizes of their own. `ExactAllGather` encodes and sends in one go, because a message between two ranks may
 have any length. `AgreedAllGather` uses the backend's collectives, in which every rank sends as many bytes. It encodes
-before the ranks agree on the largest size (`engine/parameters/param_syncs.py`), and sends afterwards.
+before the ranks agree on the largest size (`engine/parameters/unit.py`), and sends afterwards.
 
 A message that a member cannot decode leaves its slice unchanged. The member tells all ranks at the boundary, which
 raise before the optimizer steps (`Collective.problems`).

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -24,7 +25,7 @@ from towpath.core.buffers import crossing
 from towpath.core.formats import item_bytes, message_cell
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.core.transfer import Transfer
-from towpath.core.units import Matrices, OwnerMessage, owner_messages, piece_bytes
+from towpath.core.units import Matrices, owner_messages, piece_bytes
 from towpath.errors import StepError
 
 
@@ -189,11 +190,8 @@ class PointToPoint(Collective):
             peer = send.target if leaves else send.source
             return _RangeMessage(leaves, peer, start, end, cells.get(send), encoded.get(send))
 
-        def batch_of(send: Send) -> tuple[int, int]:
-            return send.step, send.until
-
-        batches: list[_Batch] = []
-        for (step, until), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
+        batches, batch_of = list[_Batch](), attrgetter("step", "until")
+        for (step, until), posted in groupby(sorted(plan, key=batch_of), batch_of):
             # A region with fewer elements than parts has empty parts. Both ends leave them out.
             messages = tuple(p for p in map(message, posted) if p.start < p.end)
             if messages:
@@ -249,10 +247,8 @@ class PointToPoint(Collective):
         under_way: Iterable[tuple[_Batch, Posted]],
         before: int | None = None,
     ) -> list[tuple[_Batch, Posted]]:
-        """Wait for the messages that are due by step `before`, or for all of them with None, and add what arrived.
-
-        Return the batches that are still in flight.
-        """
+        """Wait for the messages that are due by step `before`, or for all of them with None, and add what arrived."""
+        # It returns the batches that are still in flight.
         remaining: list[tuple[_Batch, Posted]] = []
         for batch, posted in under_way:
             if before is not None and batch.until > before:
@@ -275,16 +271,6 @@ class PointToPoint(Collective):
 _NO_SEED = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _PieceMessage:
-    """A message at one of its ends."""
-
-    message: OwnerMessage
-    leaves: bool  # True if this rank sends it, False if it receives it
-    tensor: torch.Tensor  # the elements that are read, or written
-    content: torch.Tensor  # the memory that is sent or received: `tensor` itself, or a wire buffer if there is a codec
-
-
 @final
 class OwnersExchange(Collective):
     """One transfer of matrices on this rank. All messages are posted together, directly between holder and owner."""
@@ -302,38 +288,41 @@ class OwnersExchange(Collective):
         ]
 
     def run(self, region: Mapping[int, torch.Tensor], shard: Sequence[torch.Tensor], workspace: Workspace) -> None:
-        """Execute the transfer. To the owners, each piece is copied into its place in the region; from them, back.
-
-        `region` has the full matrices that this rank owns, by index of the matrix, and `shard` this rank's piece of
-        each matrix. All are 1-D.
-        """
-        wholes, pieces = region, shard
-        self._check(pieces, wholes)
-        exchanged = self._piece_messages(pieces, wholes, workspace)
-        kernels = None if self._kernels is None else self._kernels.watched(workspace.watch)
-        for piece in exchanged:
-            if piece.leaves and kernels is not None and self._codec is not None:
-                kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
-        # All messages are posted in one batch, so that no order between holders and owners can block.
-        messages = [
-            PeerMessage(piece.leaves, piece.message.target if piece.leaves else piece.message.source, piece.content)
-            for piece in exchanged
-        ]
-        what = self._transfer.kind.value
-        posted = post(messages, self._members, what, workspace, 0) if messages else None
-        # While the messages travel, the owner copies its own piece of each matrix.
-        slot = self._members.slot
-        for number, whole in wholes.items():
+        """Execute the transfer. To the owners, each piece is copied into its place in the region; from them, back."""
+        # `region` has the full matrices that this rank owns, by index of the matrix, and `shard` this rank's piece of
+        # each matrix. All are 1-D.
+        self._check(shard, region)
+        codec, kernels = self._codec, None if self._kernels is None else self._kernels.watched(workspace.watch)
+        sizes = [piece_bytes(self._matrices[m.matrix].pieces[m.slot], self._item, codec) for m in self._mine]
+        # One buffer for all messages, because each `take` returns the same bytes.
+        cells = () if codec is None or not sizes else workspace.take(sum(sizes), torch.uint8).split(sizes)
+        messages: list[PeerMessage] = []
+        arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # encoded messages, and where their contents belong
+        for index, (source, target, number, slot) in enumerate(self._mine):
+            leaves = source == self._members.position
             start, end = self._matrices[number].bounds(slot)
-            source, target = whole[start:end], pieces[number]
+            content = shard[number] if leaves is (self._op is Op.TO_OWNERS) else region[number][start:end]
+            if codec is not None and kernels is not None:
+                values, content = content, cells[index]
+                if leaves:
+                    kernels.encode(codec, values, content, _NO_SEED)
+                else:
+                    arriving.append((content, values))
+            messages.append(PeerMessage(leaves, target if leaves else source, content))
+        # All messages are posted in one batch, so that no order between holders and owners can block.
+        posted = post(messages, self._members, self._transfer.kind.value, workspace, 0) if messages else None
+        # While the messages travel, the owner copies its own piece of each matrix.
+        for number, whole in region.items():
+            start, end = self._matrices[number].bounds(self._members.slot)
+            source, target = whole[start:end], shard[number]
             if self._op is Op.TO_OWNERS:
                 source, target = target, source
             target.copy_(source)
         if posted is not None:
             posted.wait()
-        for piece in exchanged:
-            if not piece.leaves and kernels is not None and self._codec is not None:
-                kernels.decode(self._codec, piece.content, piece.tensor)
+        if codec is not None and kernels is not None:
+            for message, values in arriving:
+                kernels.decode(codec, message, values)
 
     def _check(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor]) -> None:
         slot = self._members.slot
@@ -346,19 +335,3 @@ class OwnersExchange(Collective):
                     f"expected {elements} of {self._dtype}, contiguous. Parameters and gradients keep the dtype that "
                     "they had at shard()."
                 )
-
-    def _piece_messages(
-        self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace
-    ) -> list[_PieceMessage]:
-        lengths = [self._matrices[m.matrix].pieces[m.slot] for m in self._mine]
-        sizes = [piece_bytes(n, self._item, self._codec) for n in lengths]
-        # One buffer for all messages, because each `take` returns the same bytes.
-        transports = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
-        found: list[_PieceMessage] = []
-        for index, message in enumerate(self._mine):
-            leaves, matrix = message.source == self._members.position, self._matrices[message.matrix]
-            start, end = matrix.bounds(message.slot)
-            is_piece = leaves is (self._op is Op.TO_OWNERS)
-            tensor = pieces[message.matrix] if is_piece else wholes[message.matrix][start:end]
-            found.append(_PieceMessage(message, leaves, tensor, tensor if transports is None else transports[index]))
-        return found

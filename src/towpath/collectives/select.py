@@ -32,7 +32,7 @@ from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.units import Range
-from towpath.errors import ConfigError, StepError
+from towpath.errors import ConfigError
 
 
 def form_for(backend: str) -> Form:
@@ -41,10 +41,8 @@ def form_for(backend: str) -> Form:
 
 
 def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0) -> Collective:
-    """Return the collective that executes `transfer` on this rank.
-
-    `start`: The elements of the wire buffer that the caller uses itself.
-    """
+    """Return the collective that executes `transfer` on this rank."""
+    # `start`: The elements of the wire buffer that the caller uses itself.
     # Bitmaps and sizes. Their maximum is the union, or the largest.
     if transfer.kind in BY_MAXIMUM:
         return FlatAllReduce(members, dist.ReduceOp.MAX)
@@ -82,11 +80,9 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
 def group_rank(
     transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup], first: int = 0
 ) -> GroupRank:
-    """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
-
-    `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once. Its
-    second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
-    """
+    """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer."""
+    # `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once.
+    # Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
     position = group.ranks.index(rank)
@@ -116,14 +112,7 @@ class CoalescedAllGather(Collective):
 
     def __init__(self, gathers: Sequence[Transfer], members: GroupRank, device: torch.device) -> None:
         first, count = gathers[0], len(members.group.ranks)
-        for each in gathers:
-            op = each.move.op
-            if op is not Op.ALL_GATHER or each.route != first.route or each.elements % count:
-                raise StepError(
-                    f"rank {members.number}: {each}: got {op.value} by {each.route} of {each.elements} elements, "
-                    f"expected an all-gather by {first.route} of equal slices for {count} ranks, as the others that it "
-                    "is coalesced with. Run it by itself."
-                )
+        assert all(g.route == first.route and g.elements % count == 0 for g in gathers), "not alike, or slices uneven"
         self._members = members
         self._bytes = sum(each.region_bytes for each in gathers)
         packed = replace(first, payload=Range("", "", self._bytes, "uint8"))

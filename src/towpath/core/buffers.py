@@ -70,11 +70,9 @@ def wire_needs(transfer: Transfer) -> Needs:
 
 
 def coalesced_bytes(transfer: Transfer) -> int:
-    """Return the bytes of the wire buffer that a gather needs if others of its group run with it as one.
-
-    As messages, the shards of all gathers are packed into it. Collectives that launch together need no copy, unless
-    slices are in an order that they cannot work on.
-    """
+    """Return the bytes of the wire buffer that a gather needs if others of its group run with it as one."""
+    # As messages, the shards of all gathers are packed into it. Collectives that launch together need no copy, unless
+    # slices are in an order that they cannot work on.
     if transfer.form is Form.MESSAGES:
         return transfer.region_bytes
     group, grid = transfer.move.groups[0], transfer.grid
@@ -84,11 +82,9 @@ def coalesced_bytes(transfer: Transfer) -> int:
 
 
 def kept_elements(transfer: Transfer) -> tuple[int, ...]:
-    """Return how many float32 elements of codec state one rank keeps between steps, for each hop.
-
-    This is the error feedback: what the codec rounded away, to be added in the next step. For a low-rank message it
-    also includes the factor that the next step starts from.
-    """
+    """Return how many float32 elements of codec state one rank keeps between steps, for each hop."""
+    # This is the error feedback: what the codec rounded away, to be added in the next step. For a low-rank message it
+    # also includes the factor that the next step starts from.
     payload, codec, feedback = transfer.payload, transfer.transport.encoding, transfer.transport.feedback
     if isinstance(payload, Activation):
         return (sum(transfer.transport.kept_for_message(payload.shape)),)
@@ -135,15 +131,10 @@ def wire_elements(
     form: Form = Form.MESSAGES,
     slots: tuple[int, ...] = (),
 ) -> tuple[int, int]:
-    """Return how large a wire buffer one member needs for a collective.
-
-    Args:
-        slots: The slice that each member holds. By default, member i holds slice i.
-
-    Returns:
-        Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in float32
-        elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
-    """
+    """Return how large a wire buffer one member needs for a collective."""
+    # `slots`: The slice that each member holds. By default, member i holds slice i.
+    # Returned: Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in
+    # float32 elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
     members = grid.nodes * grid.width
     gathered = encoded_slice(codec, elements, members) * members if codec else 0
     gather_route = effective_route(route, grid, Op.ALL_GATHER, form)
@@ -164,11 +155,9 @@ def wire_elements(
 
 
 def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[int, ...] = ()) -> int:
-    """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives.
-
-    It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
-    If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
-    """
+    """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives."""
+    # It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
+    # If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
     in_order = tuple(range(grid.nodes * grid.width))
     if route == "flat":
         return 0 if slots in ((), in_order) else elements
@@ -210,10 +199,8 @@ class AllToAll:
         return prod(self.hops[hop:])
 
     def starts(self, stage: int, hop: int) -> tuple[int, int]:
-        """Return where the wire buffer has what `stage` sends in `hop`, and the rows that it receives.
-
-        The rows are equally spaced. The row of this member is among them, in its place.
-        """
+        """Return where the wire buffer has what `stage` sends in `hop`, and the rows that it receives."""
+        # The rows are equally spaced. The row of this member is among them, in its place.
         each = [self.cells(h) * self.wire_cell for h in range(len(self.hops))]
         start = 2 * (stage % self.sets * sum(each) + sum(each[:hop]))
         return start, start + each[hop]
@@ -225,19 +212,15 @@ class AllToAll:
 
     @property
     def sum_elements(self) -> int:
-        """Size of the float32 scratch memory of a reduction.
-
-        With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds the
-        sums of a dtype that is too narrow to sum in.
-        """
+        """Size of the float32 scratch memory of a reduction."""
+        # With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds
+        # the sums of a dtype that is too narrow to sum in.
         return 2 * self.cell if self.codec else self.cells(1) * self.cell
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
-        """Size of the error feedback before each hop, if it is kept.
-
-        It is one float32 element for each element of the hop's buffer.
-        """
+        """Size of the error feedback before each hop, if it is kept."""
+        # It is one float32 element for each element of the hop's buffer.
         return tuple(self.stages * self.cells(h) * self.cell for h in range(len(self.hops)))
 
 

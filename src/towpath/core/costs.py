@@ -53,10 +53,8 @@ class Traffic:
 
 
 def traffic(transfer: Transfer) -> Traffic:
-    """Return the bytes that all groups of a transfer send.
-
-    In the form of collectives, an all-gather of the backend counts as a ring, and an all-to-all as direct messages.
-    """
+    """Return the bytes that all groups of a transfer send."""
+    # In the form of collectives, an all-gather of the backend counts as a ring, and an all-to-all as direct messages.
     # Most transfers differ in their unit, kind and micro-step only. They are counted once.
     payload = transfer.payload
     payload = replace(payload, unit="", bucket="") if isinstance(payload, Range) else payload
@@ -126,13 +124,10 @@ def _of_messages(
 def _of_collective(
     transfer: Transfer, grid: Grid, racks: Sequence[int], gathered: Sequence[int], reduced: Sequence[int]
 ) -> tuple[int, list[_Crossing]]:
-    """Return the bytes of one group inside nodes, and those that leave each node, by its position in the grid.
-
-    Args:
-        racks: The rack of each node.
-        gathered: The bytes of each member's slice in a gather, in ring order.
-        reduced: The bytes of each member's slice in a reduction, in ring order.
-    """
+    """Return the bytes of one group inside nodes, and those that leave each node, by its position in the grid."""
+    # `racks`: The rack of each node.
+    # `gathered`: The bytes of each member's slice in a gather, in ring order.
+    # `reduced`: The bytes of each member's slice in a reduction, in ring order.
     op, form, inside, crossing = transfer.move.op, transfer.form, 0, list[_Crossing]()
     if op is not Op.ALL_GATHER:
         used = effective_route(transfer.route, grid, op, form)
@@ -211,12 +206,9 @@ class Phase:
 
 @lru_cache(maxsize=4096)
 def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MESSAGES) -> tuple[Phase, ...]:
-    """Return the phases of one collective of a group, in their order.
-
-    Args:
-        op: The operation. A reduction runs the phases of a gather in reverse order.
-        grid: The members of the group, or the two ends of a message.
-    """
+    """Return the phases of one collective of a group, in their order."""
+    # `op`: The operation. A reduction runs the phases of a gather in reverse order.
+    # `grid`: The members of the group, or the two ends of a message.
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
         return (Phase(1, out, inside, out, inside),)

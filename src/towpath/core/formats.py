@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from towpath.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 # Collectives send integers, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
     "float64": 8,
@@ -214,27 +217,11 @@ _SHORT = {
 }
 
 
-# These are protocols, because torch is not imported here.
-
-
 class TorchDtype(Protocol):
-    """The part of a `torch.dtype` that this package reads."""
+    """The part of a `torch.dtype` that this package reads. It is a protocol, because torch is not imported here."""
 
     is_floating_point: bool
     itemsize: int
-
-
-class MixedPrecisionPolicy(Protocol):
-    """FSDP2's `torch.distributed.fsdp.MixedPrecisionPolicy`."""
-
-    @property
-    def param_dtype(self) -> TorchDtype | None: ...
-    @property
-    def reduce_dtype(self) -> TorchDtype | None: ...
-    @property
-    def output_dtype(self) -> TorchDtype | None: ...
-    @property
-    def cast_forward_inputs(self) -> bool: ...
 
 
 DtypeName = Literal[
@@ -389,9 +376,6 @@ class Coding(NamedTuple):
         """The expected bytes of its messages, as a share of their values."""
         return _EXPECTED_BITS[self.codec][self.dtype] / (8 * item_bytes(self.dtype))
 
-
-# The bytes of encoded messages as a share of their values.
-Shares = tuple[tuple[tuple[str, str], float], ...]
 
 # The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codings.
 METRICS = {f"{codec.replace(' ', '_')}_{dtype}": Coding(codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}

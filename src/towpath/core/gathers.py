@@ -44,10 +44,8 @@ class Gathers:
                 unit.slot = self.slots.shared(unit.index)
 
     def param_sync(self, on_host: bool = True) -> None:
-        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`.
-
-        Units that agree on sizes are always among them, because one wait of the host then serves all of them.
-        """
+        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
+        # Units that agree on sizes are always among them, because one wait of the host then serves all of them.
         if self._synced_count == self._writes.count and not on_host:
             return
         self._synced_count = self._writes.count
@@ -67,7 +65,7 @@ class Gathers:
         if not unit.kept_unsharded:
             unit.weights_become(WeightState.IN_USE)
         self.gather(unit, kind, save_copy)
-        if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
+        if unit.plan.spec.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
             # the gradient of that unit may arrive before the root's.
             following = self.successors.of(kind, unit.index)

@@ -146,11 +146,8 @@ class Iterate:
 def step_actions(
     plan: MatrixPlan, rounds: Sequence[Round], gradients: bool = True
 ) -> Iterator[Submit | Wait | Iterate]:
-    """Yield the actions of one step of the optimizer, or of a call without gradients, such as its `eval()`.
-
-    Args:
-        rounds: The rounds to execute, from `plan.step()`.
-    """
+    """Yield the actions of one step of the optimizer, or of a call without gradients, such as its `eval()`."""
+    # `rounds`: The rounds to execute, from `plan.step()`.
     travels = [plan.transfers_of(each) for each in rounds]
     first = 0 if gradients else 1  # the weights follow the gradients
     gathers = [_task(TransferKind.MATRIX_GRADIENTS, number, each[first:2]) for number, each in enumerate(travels)]
@@ -177,10 +174,8 @@ def _task(kind: TransferKind, number: int, transfers: tuple[Transfer, ...]) -> T
 
 
 def cost(shape: Sequence[int]) -> int:
-    """Return the cost of stepping a matrix: rows × columns × the smaller of the two.
-
-    It is that of a product with the transpose, as in Newton-Schulz iterations. Further dimensions count as columns.
-    """
+    """Return the cost of stepping a matrix: rows × columns × the smaller of the two."""
+    # It is that of a product with the transpose, as in Newton-Schulz iterations. Further dimensions count as columns.
     rows, columns = (*shape, 1, 1)[:2] if len(shape) < 2 else (shape[0], prod(shape[1:]))
     return rows * columns * min(rows, columns)
 
@@ -191,11 +186,8 @@ def plan_matrices(
     chosen: Collection[OwnedParameter],
     gradients: Transport | None = None,
 ) -> MatrixPlan:
-    """Assign an owner and a round to each parameter. The result is the same on all ranks.
-
-    Args:
-        chosen: The parameters that the optimizer steps, in any order.
-    """
+    """Assign an owner and a round to each parameter. The result is the same on all ranks."""
+    # `chosen`: The parameters that the optimizer steps, in any order.
     gradients = gradients or Transport()
     order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
     buckets = [plans[p.unit].buckets[p.bucket] for p in order]
@@ -238,10 +230,8 @@ def _with_owners(matrices: Sequence[OwnedMatrix]) -> list[OwnedMatrix]:
 
 
 def _batches(matrices: Sequence[OwnedMatrix]) -> Iterator[tuple[OwnedMatrix, ...]]:
-    """Yield the matrices of each round. Owners take the costliest first, and several small ones in one round.
-
-    The matrices of one owner in one round have no more elements than the largest matrix.
-    """
+    """Yield the matrices of each round. Owners take the costliest first, and several small ones in one round."""
+    # The matrices of one owner in one round have no more elements than the largest matrix.
     room = max(matrix.numel for matrix in matrices)
     by_owner: dict[int, list[list[OwnedMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):

@@ -122,11 +122,8 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Iter
 
 
 def balanced(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Split `weights` into `count` consecutive parts, so that the heaviest part is as light as possible.
-
-    Returns:
-        The start and end index of each part.
-    """
+    """Split `weights` into `count` consecutive parts, so that the heaviest part is as light as possible."""
+    # Returned: The start and end index of each part.
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -205,10 +202,8 @@ class Messages:
 
 
 def plain_walk(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
-    """Return the order and the operations of GPipe or 1F1B, which have one stage on each rank.
-
-    PyTorch plans the interleaved schedule (`towpath.pipeline.schedules.walks`).
-    """
+    """Return the order and the operations of GPipe or 1F1B, which have one stage on each rank."""
+    # PyTorch plans the interleaved schedule (`towpath.pipeline.schedules.walks`).
     make, walk = {"GPipe": (gpipe, _walk_gpipe), "1F1B": (one_forward_one_backward, _walk_1f1b)}[schedule]
     order = make(ranks, micro_batches)
     found = Messages(order)
@@ -230,11 +225,9 @@ def _walk_gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operat
 
 
 def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
-    """Yield the operations of 1F1B.
-
-    Before the first backward and after the last forward, a rank waits for a send when it has computed the next pass. In
-    between it waits for each send at once, together with the message that it needs next.
-    """
+    """Yield the operations of 1F1B."""
+    # Before the first backward and after the last forward, a rank waits for a send when it has computed the next pass.
+    # In between it waits for each send at once, together with the message that it needs next.
     under_way: Message | None = None
     for index, each in enumerate(passes):
         following = passes[index + 1] if index + 1 < len(passes) else None
@@ -348,7 +341,9 @@ class Compression:
         if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
             return strategy
         moving = {k.value: strategy.transport(k) for k in GRADIENTS if getattr(strategy.moves, k.value)}
-        return replace(strategy, **{k: own.with_codec_of(self.gradients) for k, own in moving.items()})
+        return replace(
+            strategy, **{k: replace(self.gradients, route=own.route, exact=own.exact) for k, own in moving.items()}
+        )
 
 
 def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple[int, int]]:
@@ -400,12 +395,9 @@ def message_transfers(
     topology: Topology,
     compression: Compression,
 ) -> Iterator[Transfer]:
-    """Yield the transfers of one message, one for each tensor.
-
-    Args:
-        pairs: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
-        outputs: The outputs of the stage `message.output_of`.
-    """
+    """Yield the transfers of one message, one for each tensor."""
+    # `pairs`: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
+    # `outputs`: The outputs of the stage `message.output_of`.
     move = send(pairs)
     kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
     for shape, dtype in outputs:

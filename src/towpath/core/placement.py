@@ -79,11 +79,8 @@ def legal_extents(topology: Topology) -> list[Extent]:
 
 
 def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placement]:
-    """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B).
-
-    Args:
-        copies: Also return variants with a backward copy that is spread over fewer ranks than P.
-    """
+    """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B)."""
+    # `copies`: Also return variants with a backward copy that is spread over fewer ranks than P.
     legal = legal_extents(topology)
     found: list[Placement] = []
     for o in legal:
@@ -197,7 +194,7 @@ class PlacementCollectives:
 
 @lru_cache(maxsize=256)
 def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
-    levels = _levels(placement)
+    levels = (placement.params, placement.grads, placement.optimizer)
     params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)
     backward = _cut((placement.backward_params,), topology, False) if placement.backward_params else params
@@ -216,17 +213,13 @@ def transitions(placement: Placement, topology: Topology) -> PlacementCollective
     )
 
 
-def _levels(placement: Placement) -> tuple[Extent, Extent, Extent]:
-    return placement.params, placement.grads, placement.optimizer
-
-
 def _is_nested(placement: Placement) -> bool:
-    """Return whether slices are ordered local-major: a node-local extent nests inside one that spans nodes.
-
-    Every collective then works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in
-    rank order, so that the backends' collectives need no reordering.
-    """
-    return any(e.nodes == 1 and e.size > 1 for e in _levels(placement)[:2]) and placement.optimizer.nodes > 1
+    """Return whether slices are ordered local-major: a node-local extent nests inside one that spans nodes."""
+    # Every collective then works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in
+    # rank order, so that the backends' collectives need no reordering.
+    return (
+        any(e.nodes == 1 and e.size > 1 for e in (placement.params, placement.grads)) and placement.optimizer.nodes > 1
+    )
 
 
 @lru_cache(maxsize=256)
@@ -236,7 +229,7 @@ def subdivided(placement: Placement, topology: Topology) -> tuple[Partition, tup
     Ranks with equal optimizer slices get different parts of them. If there are no such ranks, nothing is gathered.
     """
     nested, optimizer = _is_nested(placement), transitions(placement, topology).optimizer
-    finest = _cut((*_levels(placement), topology.whole), topology, nested)
+    finest = _cut((placement.params, placement.grads, placement.optimizer, topology.whole), topology, nested)
     return finest, _collectives_between(Op.ALL_GATHER, optimizer, finest, topology)
 
 
@@ -286,10 +279,8 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _collectives_between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
-    """Return the collective among the ranks of one fine copy that share a coarse slice.
-
-    Return an empty tuple if both partitions are equal.
-    """
+    """Return the collective among the ranks of one fine copy that share a coarse slice."""
+    # It is empty if both partitions are equal.
     ratio = fine.count // coarse.count
     if ratio == 1:
         return ()

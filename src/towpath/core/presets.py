@@ -109,8 +109,6 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
 
 
-# The options that become fields of the Strategy unchanged.
-_FIELDS = ("frozen", "frozen_codec", "offload")
 # The name of strategies whose placement is no preset's.
 CUSTOM = "custom"
 
@@ -195,15 +193,11 @@ class NamedStrategy:
             )
         placer = None if isinstance(self.name, Placement) else _PLACERS.get(self.name)
         if placer is None and not isinstance(self.name, Placement):
-            if self.name in _REPLACED:
-                raise ConfigError(f"strategy() has no preset {self.name!r} any more. Use {_REPLACED[self.name]}.")
             known = ", ".join(strategies())
             raise ConfigError(f"unknown strategy {self.name!r}; did you mean {closest(self.name)!r}? Known: {known}.")
         takes_group = placer is not None and "group" in inspect.signature(placer).parameters
         known = [option for option in Options.__annotations__ if option != "group" or takes_group]
         if unknown := set(self.options) - set(known):
-            for option in unknown & _REPLACED.keys():
-                raise ConfigError(f"strategy() has no option {option}= any more. Use {_REPLACED[option]}.")
             raise ConfigError(
                 f"strategy {self.label!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
             )
@@ -219,16 +213,14 @@ class NamedStrategy:
         placement = self.name
         if not isinstance(placement, Placement):
             placement = _PLACERS[placement](topology, **({"group": options["group"]} if "group" in options else {}))
-        fields = {each: options[each] for each in _FIELDS if each in options}
-        made = Strategy(topology, placement, self.label, outer=outer, **fields)
+        same = {each: options[each] for each in ("frozen", "frozen_codec", "offload") if each in options}
+        made = Strategy(topology, placement, self.label, outer=outer, **same)
         return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
 
     def _transports(self, made: Strategy) -> dict[str, Transport]:
-        """Return the transport of each kind.
-
-        By default, a kind with groups of several nodes and several members in each takes the best route. The plain
-        presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
-        """
+        """Return the transport of each kind."""
+        # By default, a kind with groups of several nodes and several members in each takes the best route. The plain
+        # presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
         named, encoded = self.options.get("route"), self._encoded()
         chosen: dict[str, Transport] = {}
         for kind in WITH_TRANSPORT:
@@ -327,13 +319,6 @@ def name_of(placement: Placement, topology: Topology) -> str:
     return CUSTOM
 
 
-# Presets and options of older versions.
-_REPLACED = {
-    "lins": "towpath.strategy(towpath.Placement(…))",
-    "interleaved": "gradients_until=, with half of the run's steps",
-    "gradients_after": "a transport's after=: dataclasses.replace(strategy, grad_sync=towpath.Transport(…, after=…))",
-}
-
 # PyTorch's names for the same placements, in lower case: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
 _ELSEWHERE: dict[str, Preset] = {
     "distributeddataparallel": "ddp",
@@ -351,10 +336,8 @@ _ELSEWHERE: dict[str, Preset] = {
 
 
 def closest(name: object) -> str:
-    """Return the preset that `name` most likely stands for.
-
-    It may be PyTorch's name for the same placement, or a misspelled preset.
-    """
+    """Return the preset that `name` most likely stands for."""
+    # It may be PyTorch's name for the same placement, or a misspelled preset.
     text = str(getattr(name, "name", name)).strip().lower()  # a member of FSDP's ShardingStrategy has a `name`
     elsewhere = _ELSEWHERE.get(text.lstrip("_").replace("-", "_"))
     return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]

@@ -223,11 +223,9 @@ class Scope:
 
 @lru_cache(maxsize=256)
 def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scope, ...]:
-    """Return what the ranks of `strategy` compare, and in which groups. Groups of one rank compare nothing.
-
-    The program comes first, because other differences follow from ranks that ran different programs. The order of
-    transfers on shared communicators (`lanes`) comes last, because it follows from which units the ranks ran.
-    """
+    """Return what the ranks of `strategy` compare, and in which groups. Groups of one rank compare nothing."""
+    # The program comes first, because other differences follow from ranks that ran different programs. The order of
+    # transfers on shared communicators (`lanes`) comes last, because it follows from which units the ranks ran.
     placement, world, optimizer = strategy.placement, strategy.topology.world, strategy.moves.optimizer
     found: list[Scope] = []
 

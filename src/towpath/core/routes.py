@@ -150,10 +150,8 @@ class Grid:
 
     @property
     def plain(self) -> bool:
-        """True if the group has only one kind of link: it has one node, or one member per node.
-
-        Every route then costs as much as a ring.
-        """
+        """True if the group has only one kind of link: it has one node, or one member per node."""
+        # Every route then costs as much as a ring.
         return self.nodes == 1 or self.width == 1
 
     @property
@@ -167,12 +165,10 @@ class Grid:
 
 
 def effective_route(route: str, grid: Grid, op: Op = Op.ALL_GATHER, form: Form = Form.MESSAGES) -> str:
-    """Return the route that is used on `grid` when `route` is configured.
-
-    On a plain grid no route is better than the backend's own collectives. All routes but 'ring' and 'one-hop' then
-    become 'flat'. In the form of collectives, routes that make the same calls become one. For an all-reduce, it is the
-    route of the reduction.
-    """
+    """Return the route that is used on `grid` when `route` is configured."""
+    # On a plain grid no route is better than the backend's own collectives. All routes but 'ring' and 'one-hop' then
+    # become 'flat'. In the form of collectives, routes that make the same calls become one. For an all-reduce, it is
+    # the route of the reduction.
     assert route in ROUTES, route
     if form is Form.COLLECTIVES:
         direct = op is not Op.ALL_GATHER and route in ALL_TO_ALL
@@ -182,10 +178,8 @@ def effective_route(route: str, grid: Grid, op: Op = Op.ALL_GATHER, form: Form =
 
 
 def parts_of(route: str, grid: Grid, slice_bytes: int, op: Op = Op.ALL_GATHER, form: Form = Form.MESSAGES) -> int:
-    """Return how many parts `route` cuts each slice into.
-
-    With several parts, one link forwards a part while another link still receives the next one.
-    """
+    """Return how many parts `route` cuts each slice into."""
+    # With several parts, one link forwards a part while another link still receives the next one.
     two_hop = TWO_HOP_PARTS
     if form is Form.COLLECTIVES and op is Op.ALL_REDUCE:
         two_hop = TWO_HOP_PARTS_OF_AN_ALL_REDUCE
@@ -221,13 +215,10 @@ def columns_first(grid: Grid) -> tuple[int, ...]:
 
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
-    """Return every message of one collective, in the order of its steps.
-
-    Args:
-        op: An all-gather, reduce-scatter or all-reduce. An all-reduce is a reduce-scatter followed by an all-gather.
-        route: The configured route. On a plain grid it may become 'flat' (see `effective_route`).
-        nodes: The node of each member, in ring order.
-    """
+    """Return every message of one collective, in the order of its steps."""
+    # `op`: An all-gather, reduce-scatter or all-reduce. An all-reduce is a reduce-scatter followed by an all-gather.
+    # `route`: The configured route. On a plain grid it may become 'flat' (see `effective_route`).
+    # `nodes`: The node of each member, in ring order.
     assert op in COLLECTIVES
     grid = Grid.of(nodes)
     gather = _gather(route, group.slots, grid, parts, grid.places)
@@ -270,11 +261,9 @@ def _hierarchical(slots: Sequence[int], grid: Grid, parts: int, places: Sequence
 
 
 def _ho_ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
-    """Yield the messages of an HO-Ring all-gather.
-
-    Item k is part `k % parts` of a slice that comes from `k // parts` nodes before the sender's. It crosses to the next
-    node from step k on. Then the next node shares it out.
-    """
+    """Yield the messages of an HO-Ring all-gather."""
+    # Item k is part `k % parts` of a slice that comes from `k // parts` nodes before the sender's. It crosses to the
+    # next node from step k on. Then the next node shares it out.
     within = min(HO_RING_STEPS, parts)
     for k in range((grid.nodes - 1) * parts):
         hop, part = divmod(k, parts)
@@ -326,11 +315,8 @@ ALL_TO_ALL: tuple[Route, ...] = ("one-hop", "two-hop")
 
 
 def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int, int]:
-    """Return the start and end of piece `index` of a buffer that is cut as evenly as possible.
-
-    Args:
-        grain: Cuts are made at multiples of this many elements. Codecs pass their block size.
-    """
+    """Return the start and end of piece `index` of a buffer that is cut as evenly as possible."""
+    # `grain`: Cuts are made at multiples of this many elements. Codecs pass their block size.
     # The first `longer` pieces get one grain more than the others.
     short, longer = divmod(ceil(elements / grain), pieces)
     start = index * short + min(index, longer)
@@ -346,10 +332,8 @@ def piece_bounds(elements: int, members: int, piece: SlicePart, grain: int = 1) 
 
 
 def cells_of(receives: Sequence[Send]) -> list[int]:
-    """Assign a cell of the wire buffer to each received message whose content is added.
-
-    The messages are in the order of their steps. A cell is reused from the step at which its message is due.
-    """
+    """Assign a cell of the wire buffer to each received message whose content is added."""
+    # The messages are in the order of their steps. A cell is reused from the step at which its message is due.
     due: list[int] = []  # indexed by cell
     cells: list[int] = []
     for receive in receives:
@@ -365,10 +349,8 @@ def cell_elements(elements: int, members: int, parts: int, grain: int = 1) -> in
 
 
 def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
-    """Return how many members take part in each hop of an all-to-all route, including this one.
-
-    Return an empty tuple for the other routes.
-    """
+    """Return how many members take part in each hop of an all-to-all route, including this one."""
+    # It is empty for the other routes.
     return {"one-hop": (grid.nodes * grid.width,), "two-hop": (grid.width, grid.nodes)}.get(route, ())
 
 
@@ -392,10 +374,8 @@ def encoded_slice(codec: Codec, elements: int, members: int) -> int:
 
 
 def byte_grain(nbytes: int, members: int) -> int:
-    """Return what cuts of a region of `nbytes` bytes are a multiple of, so that its messages start aligned.
-
-    It is 1 if the members' slices themselves do not start aligned.
-    """
+    """Return what cuts of a region of `nbytes` bytes are a multiple of, so that its messages start aligned."""
+    # It is 1 if the members' slices themselves do not start aligned.
     size, rest = divmod(nbytes, members)
     fits = (n for n in (cell_alignment(size), CELL_ALIGNMENT) if not rest and size % n == 0)
     return next(fits, 1)

@@ -8,10 +8,11 @@ the choice of a placement for frozen parameters.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 
 from towpath.core.buffers import Needs, largest
 from towpath.core.formats import Precision, item_bytes
@@ -34,23 +35,17 @@ from towpath.topology.cluster import Extent
 
 
 def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tuple[Transfer, ...]:
-    """Return the all-reduce with which the ranks compare their step at the boundary.
-
-    It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
-    Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
-
-    Args:
-        parameters: The number of trainable parameters. Without any, nothing is compared.
-        log: The bytes of the digests, as `log_bytes` returns them.
-    """
+    """Return the all-reduce with which the ranks compare their step at the boundary."""
+    # It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
+    # Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
+    # `parameters`: The number of trainable parameters. Without any, nothing is compared.
+    # `log`: The bytes of the digests, as `log_bytes` returns them.
     return over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
 
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
-    """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that.
-
-    It has the size of one message for each transfer whose sizes the ranks agree on.
-    """
+    """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that."""
+    # It has the size of one message for each transfer whose sizes the ranks agree on.
     agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
     return over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
 
@@ -180,8 +175,8 @@ def schedule(
     if type(micro_steps) is not int or micro_steps < 1:
         raise ConfigError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
-    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
-    run = (*root, *(p for p in plans if not p.spec.kept))
+    root = [p for p in plans if p.spec.root] or [UnitPlan(UnitSpec("", (), root=True), ())]
+    run = (*root, *(p for p in plans if not p.spec.root))
     tasks = list(steady_tasks(run, micro_steps, passes))
     laid_out = tuple(_laid_out(strategy, run, micro_steps, tasks))
     copied: Counter[TransferKind] = Counter()
@@ -234,15 +229,10 @@ def decided(
     memory: int | None,
     form: Form = Form.MESSAGES,
 ) -> tuple[Strategy, str]:
-    """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
-
-    Args:
-        memory: The bytes that a rank has for the engine and everything else. None means enough.
-
-    Returns:
-        The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided. `frozen`
-        stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
-    """
+    """Decide the placement of frozen parameters. Ranks with equal arguments decide the same."""
+    # `memory`: The bytes that a rank has for the engine and everything else. None means enough.
+    # Returned: The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided.
+    # `frozen` stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
     frozen, trains = _kinds(units)
     # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
     if not frozen:
@@ -310,10 +300,8 @@ class Compute:
 def steady_tasks(
     plans: Sequence[UnitPlan], micro_steps: int, passes: Sequence[StagePass] = ()
 ) -> Iterator[tuple[int, Task]]:
-    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step.
-
-    A pipeline stage computes `passes` in every step. The number of its micro-step rises when a backward pass ends.
-    """
+    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
+    # A pipeline stage computes `passes` in every step. The number of its micro-step rises when a backward pass ends.
     steps = settled_stage(plans, passes).step() if passes else steady_step(settled(plans), plans, micro_steps)
     for micro_step, action in steps:
         if isinstance(action, (Submit, AgreeOnSizes)):
@@ -324,8 +312,7 @@ def settled(plans: Sequence[UnitPlan]) -> StepMachine:
     """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     machine = StepMachine(plans)
     for _ in range(STEPS_BEFORE):
-        for _ in steady_step(machine, plans, 1):
-            pass
+        deque(steady_step(machine, plans, 1), maxlen=0)
         write_all(machine, plans)
     return machine
 
@@ -341,8 +328,7 @@ def settled_stage(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> Ste
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
-        for _ in stage.step():
-            pass
+        deque(stage.step(), maxlen=0)
         write_all(stage.machine, plans)
     return stage
 
@@ -392,15 +378,11 @@ def steady_step(
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
-        for action in _one_micro_step(machine, plans):
+        passes: list[ForwardPass] = []
+        # The forward fills `passes` before the backward reads them, because `chain` runs one after the other.
+        for action in chain(_forward(machine, plans, passes), _backward(machine, plans, passes)):
             yield micro_step, action
-
-
-def _one_micro_step(machine: StepMachine, plans: Sequence[UnitPlan]) -> Iterator[Action | Compute]:
-    passes: list[ForwardPass] = []
-    yield from _forward(machine, plans, passes)
-    yield from _backward(machine, plans, passes)
-    machine.micro_step_ended()
+        machine.micro_step_ended()
 
 
 def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
@@ -410,7 +392,7 @@ def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[Forwa
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
-        passes[-1].inputs = 0 if plans[index].lookup else 1
+        passes[-1].inputs = 0 if plans[index].spec.lookup else 1
         yield Compute(index, PassPart.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)

@@ -2,7 +2,7 @@
 
 The engine reports events, such as the start of a unit's forward, by calling methods of `StepMachine`. They return the
 actions (`core/step_state.py`) that the engine then executes in order. `Gathers` decides about weights, and `Reductions`
-about gradients. `OuterSteps` (`outer/steps.py`) decides when islands synchronize. The schedule and the simulator
+about gradients. `OuterSteps` (`outer/exchanges.py`) decides when islands synchronize. The schedule and the simulator
 use the same machine.
 """
 
@@ -104,7 +104,7 @@ class StepMachine:
     def __init__(
         self, plans: Sequence[UnitPlan], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
     ) -> None:
-        assert plans and plans[0].root and not any(plan.root for plan in plans[1:])
+        assert plans and plans[0].spec.root and not any(plan.spec.root for plan in plans[1:])
         of_model = (writes[0].of if writes else None) or ParamVersion()
         writes, modules = writes or [ParamVersion(of_model) for _ in plans], modules or [1] * len(plans)
         self._units = [UnitState(*state) for state in zip(range(len(plans)), plans, writes, modules, strict=True)]
@@ -200,8 +200,8 @@ class StepMachine:
         self._gathers.swap_parameters(unit, unit.kept_unsharded or unit.running or unit.inside > 0)
         # The root stays unsharded, because backward begins with it. A recomputed unit already runs its backward pass.
         # A recomputed leaf may still wait for its own.
-        ends = not recomputing or (unit.plan.leaf and not unit.running)
-        if ends and not (unit.plan.root and graph_follows) and not unit.inside:
+        ends = not recomputing or (unit.plan.spec.leaf and not unit.running)
+        if ends and not (unit.plan.spec.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
             through = unit.forwards[self._forward_walk] % unit.modules == 0 and not recomputing
             if graph_follows and through and self._gathers.successors.of(TransferKind.GATHER, index) is None:
@@ -262,13 +262,11 @@ class StepMachine:
         return self._answer()
 
     def gradients_complete(self, index: int) -> list[Action]:
-        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows.
-
-        A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
-        """
+        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows."""
+        # A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
         unit = self._units[index]
         unit.gradients_become(GradientState.COMPLETE)
-        ended = [p for p in unit.passes if unit.plan.leaf and p.running and not p.inputs]
+        ended = [p for p in unit.passes if unit.plan.spec.leaf and p.running and not p.inputs]
         return [a for p in ended for a in (*self.input_gradients_done(p), *self.weight_gradients_done(p))]
 
     def backward_pass_ended(self) -> list[Action]:
@@ -336,7 +334,7 @@ class StepMachine:
         """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
         if (first := self._gathers.successors.of(TransferKind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
-            if unit.plan.leaf and unit.weights is WeightState.EVICTABLE and unit.holds == unit.version:
+            if unit.plan.spec.leaf and unit.weights is WeightState.EVICTABLE and unit.holds == unit.version:
                 unit.weights_become(WeightState.PREFETCHED)  # no other unit needs its slot meanwhile
             elif unit.idle:
                 self._gathers.release(unit)
@@ -357,7 +355,7 @@ class StepMachine:
 
     def _end_passes(self) -> None:
         for unit in self._units:
-            for passed in unit.passes if unit.running or unit.plan.leaf else ():
+            for passed in unit.passes if unit.running or unit.plan.spec.leaf else ():
                 passed.running, passed.done = False, passed.done or passed.running
             unit.running_passes = 0
             self._gathers.release(unit)

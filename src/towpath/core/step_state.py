@@ -170,10 +170,8 @@ Unit = TypeVar("Unit")
 
 
 def in_backward_order(units: Sequence[Unit]) -> Sequence[Unit]:
-    """Return one item per unit (the root's first) in the order in which a backward pass finishes the units.
-
-    The root comes last: its backward begins before all others, and ends after them.
-    """
+    """Return one item per unit (the root's first) in the order in which a backward pass finishes the units."""
+    # The root comes last: its backward begins before all others, and ends after them.
     return (*reversed(units[1:]), units[0])
 
 
@@ -322,11 +320,11 @@ class UnitState:
     passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)  # those whose graphs are alive
 
     def __str__(self) -> str:
-        return f"unit {self.plan.name or 'root'!r}"
+        return f"unit {self.plan.spec.name or 'root'!r}"
 
     def needs_weights(self, passed: ForwardPass) -> bool:
         """Return whether the backward of a pass reads the weights. A leaf needs them for gradients of inputs only."""
-        return not self.plan.leaf or passed.inputs > 0
+        return not self.plan.spec.leaf or passed.inputs > 0
 
     def weights_become(self, now: WeightState) -> None:
         """Change the state of the weights. An impossible change is an AssertionError."""
@@ -408,14 +406,12 @@ UNITS_IN_FLIGHT = 2
 def slot_groups(
     units: Sequence[UnitPlan], uses: Callable[[UnitPlan], bool] = lambda unit: True
 ) -> list[tuple[list[int], int]]:
-    """Return the groups of units that take turns in slots, each with the number of its slots.
-
-    A leaf runs at the beginning or the end of a pass, and would make the slots of the blocks larger. So leaves take
-    turns in one slot of their own. Units that do not need slots are left out (`uses`).
-    """
-    root = [i for i, unit in enumerate(units) if unit.root]
-    leaves = [i for i, unit in enumerate(units) if unit.leaf]
-    others = [i for i, unit in enumerate(units) if not unit.root and not unit.leaf]
+    """Return the groups of units that take turns in slots, each with the number of its slots."""
+    # A leaf runs at the beginning or the end of a pass, and would make the slots of the blocks larger. So leaves take
+    # turns in one slot of their own. Units that do not need slots are left out (`uses`).
+    root = [i for i, unit in enumerate(units) if unit.spec.root]
+    leaves = [i for i, unit in enumerate(units) if unit.spec.leaf]
+    others = [i for i, unit in enumerate(units) if not unit.spec.root and not unit.spec.leaf]
     groups = [(others, min(UNITS_IN_FLIGHT, len(others))), (leaves, 1), (root, 1)]
     found = [([i for i in group if uses(units[i])], count) for group, count in groups]
     return [(group, count) for group, count in found if group]

@@ -78,11 +78,9 @@ class Transfer:
 
     @property
     def route(self) -> str:
-        """The route that is used, which can differ from the configured one.
-
-        For example, some routes make no difference where there is only one kind of link. For an all-reduce, it is the
-        route of its reduction.
-        """
+        """The route that is used, which can differ from the configured one."""
+        # For example, some routes make no difference where there is only one kind of link. For an all-reduce, it is the
+        # route of its reduction.
         # Collectives of the backend need slices of equal length. Encoded slices have one.
         in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
         if in_calls and self.transport.encoding is None and self.elements % self.move.members:
@@ -128,10 +126,8 @@ class Transfer:
 
     @property
     def grain(self) -> int:
-        """The start of each slice, and of each part of one, is a multiple of this.
-
-        It is the codec's grain, or an alignment of bytes that are gathered as they are.
-        """
+        """The start of each slice, and of each part of one, is a multiple of this."""
+        # It is the codec's grain, or an alignment of bytes that are gathered as they are.
         if self.transport.encoding is not None:
             return self.transport.encoding.grain
         gathers_bytes = self.dtype == "uint8" and self.move.op is Op.ALL_GATHER

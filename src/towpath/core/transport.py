@@ -260,10 +260,6 @@ class Transport:
         route = effective_route(self.route, grid, op, form)
         return "ring" if coded and op is Op.ALL_REDUCE and route == "flat" else route
 
-    def with_codec_of(self, other: Transport) -> Transport:
-        """Return the transport with the codec of another one, and when and how that is used."""
-        return replace(other, route=self.route, exact=self.exact)
-
     def check(self, op: Op, what: str) -> None:
         """Check that the transport can execute `op`.
 

@@ -63,10 +63,8 @@ class BucketPlan:
 
     @property
     def has_master(self) -> bool:
-        """True if the optimizer works on a copy of its own. Otherwise it works on a slice of the P shard itself.
-
-        The copy stays for the whole run, even in steps in which the codec of the parameter sync is not used.
-        """
+        """True if the optimizer works on a copy of its own. Otherwise it works on a slice of the P shard itself."""
+        # The copy stays for the whole run, even in steps in which the codec of the parameter sync is not used.
         if self.rests_in is not None:
             return False
         encoded = any(isinstance(t.transport.codec, Codec) for t in self.transfers[TransferKind.PARAM_SYNC])
@@ -102,15 +100,11 @@ class BucketPlan:
         return start, start + transfers[0].elements
 
     def divisors(self, kind: TransferKind, world: int) -> tuple[int, float]:
-        """Return what a gradient is divided by before and after a transfer, so that the last one leaves the mean.
-
-        The sum is divided once, at the end. In float16 it is divided by about the square root of its terms before and
-        after each transfer, so that it neither overflows nor loses small values.
-
-        Args:
-            kind: `TransferKind.REDUCE`, or `TransferKind.GRAD_SYNC`, which follows it.
-            world: The number of terms of the mean, usually that of all ranks.
-        """
+        """Return what a gradient is divided by before and after a transfer, so that the last one leaves the mean."""
+        # The sum is divided once, at the end. In float16 it is divided by about the square root of its terms before and
+        # after each transfer, so that it neither overflows nor loses small values.
+        # `kind`: `TransferKind.REDUCE`, or `TransferKind.GRAD_SYNC`, which follows it.
+        # `world`: The number of terms of the mean, usually that of all ranks.
         if self.reduce_dtype == "float16":
             reduced = prod(transfer.move.members for transfer in self.transfers[TransferKind.REDUCE])
             terms = reduced if kind is TransferKind.REDUCE else world // reduced
@@ -125,10 +119,8 @@ class BucketPlan:
         return self.rests_in.encoded_bytes(elements) if self.rests_in else elements * item_bytes(self.compute_dtype)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that one rank keeps between steps on its device for this bucket, by kind.
-
-        The states of the optimizer are not included.
-        """
+        """Return the bytes that one rank keeps between steps on its device for this bucket, by kind."""
+        # The states of the optimizer are not included.
         compute, summed, own = map(item_bytes, (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
@@ -154,12 +146,10 @@ class BucketPlan:
         return held
 
     def host_copy_bytes(self, kind: TransferKind, is_apart: bool = True) -> int:
-        """Return the bytes that one transfer of this kind copies between host and device, both directions together.
-
-        A parameter sync of differences first copies old values to the device: those of this rank's slice to encode it,
-        if ranks then agree on sizes, and all to decode the slices of others. Without `is_apart`, the device works on
-        host memory itself, and P shards are not copied.
-        """
+        """Return the bytes that one transfer of this kind copies between host and device, both directions together."""
+        # A parameter sync of differences first copies old values to the device: those of this rank's slice to encode
+        # it, if ranks then agree on sizes, and all to decode the slices of others. Without `is_apart`, the device works
+        # on host memory itself, and P shards are not copied.
         held = self.host_memory_bytes()
         params = held.get("params", 0) if is_apart else 0
         own = params // (self.optimizer.count // self.params.count)
@@ -181,19 +171,15 @@ class BucketPlan:
 
     @property
     def cast_apart(self) -> int:
-        """The elements of the wire buffer to which a parameter sync of differences casts the master.
-
-        The P shard keeps the old values, which the differences are relative to. Otherwise the master is cast to the P
-        shard itself, and this is 0.
-        """
+        """The elements of the wire buffer to which a parameter sync of differences casts the master."""
+        # The P shard keeps the old values, which the differences are relative to. Otherwise the master is cast to the P
+        # shard itself, and this is 0.
         return self.numel // self.optimizer.count if self.syncs_differences and self.has_master else 0
 
     @property
     def synced_in(self) -> tuple[int, int]:
-        """Start and end of the P shard in the wire buffer of a parameter sync, if it is stored in host memory.
-
-        The transfers, and the cast of the master, use the buffer up to the start. Without a copy, both are 0.
-        """
+        """Start and end of the P shard in the wire buffer of a parameter sync, if it is stored in host memory."""
+        # The transfers, and the cast of the master, use the buffer up to the start. Without a copy, both are 0.
         if not self.params_on_host:
             return 0, 0
         used = (wire_needs(t).get(self.compute_dtype, 0) for t in self.transfers[TransferKind.PARAM_SYNC])
@@ -202,11 +188,9 @@ class BucketPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that parameter syncs keep of what they sent last, to send differences to it.
-
-        It is a copy of the values if the optimizer overwrites them in the P shard. With agreed sizes, it is also the
-        encoded message, from its encoding until all ranks know its size.
-        """
+        """The bytes that parameter syncs keep of what they sent last, to send differences to it."""
+        # It is a copy of the values if the optimizer overwrites them in the P shard. With agreed sizes, it is also the
+        # encoded message, from its encoding until all ranks know its size.
         coded = [t for t in self.transfers[TransferKind.PARAM_SYNC] if t.coding is not None]
         own = self.numel // self.optimizer.count
         copy = own * item_bytes(self.own_dtype) if coded and not self.has_master else 0
@@ -241,10 +225,6 @@ class UnitPlan:
 
     spec: UnitSpec
     buckets: tuple[BucketPlan, ...]
-    name: str = field(init=False, compare=False)
-    root: bool = field(init=False, compare=False)
-    leaf: bool = field(init=False, compare=False)
-    lookup: bool = field(init=False, compare=False)
     gathers: bool = field(init=False, compare=False)
     copies: bool = field(init=False, compare=False)
     trains: bool = field(init=False, compare=False)
@@ -255,10 +235,6 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         for name, value in (
-            ("name", self.spec.name),
-            ("root", self.spec.kept),
-            ("leaf", self.spec.leaf),
-            ("lookup", self.spec.lookup),
             ("gathers", bool(self.weight_needs)),
             ("copies", any(b.backward_copy for b in self.buckets)),
             ("trains", any(b.spec.trainable for b in self.buckets)),
@@ -280,11 +256,9 @@ class UnitPlan:
                 yield from bucket.transfers[kind]
 
     def together(self, kind: TransferKind) -> tuple[int, ...]:
-        """Return the indices of the buckets whose gathers, or reductions, are sent as one: none, or at least two.
-
-        They are small, and have the same ranks and route. Frozen buckets may have others than trainable ones.
-        Reductions are launched together where that needs no copy: collectives of the backend on the region itself.
-        """
+        """Return the indices of the buckets whose gathers, or reductions, are sent as one: none, or at least two."""
+        # They are small, and have the same ranks and route. Frozen buckets may have others than trainable ones.
+        # Reductions are launched together where that needs no copy: collectives of the backend on the region itself.
         if kind not in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE):
             return ()
         alike: dict[tuple[GroupCollective, str], list[int]] = {}
@@ -365,7 +339,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     numel = spec.padded(slices)
     # The root and its leaves stay unsharded from forward to backward, or need no weights there: a copy would go unused.
     copies = moves.backward_params.count < moves.params.count
-    worth = copies and not unit.kept and not unit.leaf
+    worth = copies and not unit.root and not unit.leaf
     # Without a copy, the backward gather repeats the gather of the forward pass, and must bring the same weights.
     backward_moves = moves.backward_gather if worth else moves.gather
     backward_transport = strategy.backward_gather if worth or not copies else strategy.gather

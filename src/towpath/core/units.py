@@ -38,12 +38,9 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def overlap(offset: int, numel: int, cut: int, slot: int) -> tuple[int, int]:
-    """Return which elements [start, end) of a parameter are in one slice of its bucket.
-
-    Args:
-        offset: The position of the parameter's first element in the bucket.
-        cut: The length of each slice.
-    """
+    """Return which elements [start, end) of a parameter are in one slice of its bucket."""
+    # `offset`: The position of the parameter's first element in the bucket.
+    # `cut`: The length of each slice.
     low = slot * cut - offset
     return min(max(low, 0), numel), min(max(low + cut, 0), numel)
 
@@ -86,16 +83,12 @@ class BucketSpec:
         return round_up(max(self.offsets[-1], 1), slices * max(SLICE_ALIGNMENT, self.alignment))
 
     def in_blocks(self, codecs: Sequence[Codec], slices: int) -> BucketSpec:
-        """Return the bucket with an alignment such that no block of `codecs` spans two parameters or two slices.
-
-        If a block held a small and a large value of two parameters, the small one would be rounded to zero. Parameters
-        therefore start at a multiple of the block. For short parameters, padding to a large block costs more bytes than
-        the additional scales of smaller blocks. Of all powers of two up to the largest block, the alignment is the one
-        that sends the fewest bytes.
-
-        Args:
-            slices: How many slices the finest partition of the bucket has.
-        """
+        """Return the bucket with an alignment such that no block of `codecs` spans two parameters or two slices."""
+        # If a block held a small and a large value of two parameters, the small one would be rounded to zero.
+        # Parameters therefore start at a multiple of the block. For short parameters, padding to a large block costs
+        # more bytes than the additional scales of smaller blocks. Of all powers of two up to the largest block, the
+        # alignment is the one that sends the fewest bytes.
+        # `slices`: How many slices the finest partition of the bucket has.
         largest = max((codec.grain for codec in codecs), default=1)
         if largest == 1:
             return self
@@ -109,7 +102,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """The buckets of one unit. A `kept` unit (the root) stays unsharded from the forward to the end of backward.
+    """The buckets of one unit. The `root` stays unsharded from the forward to the end of backward.
 
     A `leaf` is one large layer of the root, an embedding or an output layer. A `lookup` is a leaf whose backward pass
     does not read the weights: an embedding.
@@ -117,23 +110,17 @@ class UnitSpec:
 
     name: str
     buckets: tuple[BucketSpec, ...]
-    kept: bool = False
+    root: bool = False
     leaf: bool = False
     lookup: bool = False
 
 
 def together(elements: Sequence[int]) -> list[list[int]]:
-    """Combine neighboring small units, so that their messages are sent as one.
-
-    A combined unit has at most `SMALL_UNIT` elements, and is no larger than the largest unit or a third of all
-    elements, whichever is more.
-
-    Args:
-        elements: The number of elements of each unit, in forward order.
-
-    Returns:
-        The positions of the units in each combined unit.
-    """
+    """Combine neighboring small units, so that their messages are sent as one."""
+    # A combined unit has at most `SMALL_UNIT` elements, and is no larger than the largest unit or a third of all
+    # elements, whichever is more.
+    # `elements`: The number of elements of each unit, in forward order.
+    # Returned: The positions of the units in each combined unit.
     room = min(max(*elements, sum(elements) // FEWEST_UNITS, 0), SMALL_UNIT)
     batches: list[list[int]] = []
     filled = 0
@@ -148,14 +135,11 @@ def together(elements: Sequence[int]) -> list[list[int]]:
 
 
 def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "float32") -> tuple[UnitSpec, ...]:
-    """Return units with one bucket each, the root first.
-
-    Args:
-        numels: The number of elements of each unit, in forward order. In a mapping, the name "" is the root.
-    """
+    """Return units with one bucket each, the root first."""
+    # `numels`: The number of elements of each unit, in forward order. In a mapping, the name "" is the root.
     named = numels if isinstance(numels, Mapping) else {str(i): n for i, n in enumerate(numels)}
-    units = [UnitSpec(name, (BucketSpec((n,), dtype),), kept=name == "") for name, n in named.items()]
-    return tuple(sorted(units, key=lambda u: not u.kept))
+    units = [UnitSpec(name, (BucketSpec((n,), dtype),), root=name == "") for name, n in named.items()]
+    return tuple(sorted(units, key=lambda u: not u.root))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,11 +244,8 @@ class OwnerMessage(NamedTuple):
 
 
 def owner_messages(op: Op, matrices: Sequence[OwnedMatrix], group: Group) -> Iterator[OwnerMessage]:
-    """Yield every message of one group's transfer, matrix by matrix.
-
-    Args:
-        matrices: The matrices, in the order that all ranks agree on.
-    """
+    """Yield every message of one group's transfer, matrix by matrix."""
+    # `matrices`: The matrices, in the order that all ranks agree on.
     assert op in WITH_OWNERS
     member = {slot: position for position, slot in enumerate(group.slots)}
     for number, matrix in enumerate(matrices):

@@ -1,6 +1,6 @@
 """Construction of the engine for a model and a strategy.
 
-`check_exchangeable` refuses models that cannot be sharded, before anything is changed.
+`check_shardable` refuses models that cannot be sharded, before anything is changed.
 `build` turns the parameters into ShardTensors, and makes everything that a training step needs.
 """
 
@@ -32,14 +32,14 @@ from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
-    Source,
+    InitialValues,
     Values,
+    add_reset_parameters,
     check_initialisers,
     materialise_buffers,
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 from towpath.logs import logger
@@ -51,7 +51,7 @@ from towpath.topology.together import together
 _LOG = logger("engine")
 
 
-def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
+def check_shardable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
     """Raise ShardError if `strategy` cannot shard a model in place, before any parameter is changed."""
     places = [place for layout in layouts for place in layout.places]
     for place in places:
@@ -229,7 +229,7 @@ def build(
     return Engine(strategy, precision, units, comm, writes, synced)
 
 
-def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
+def _fill_buffers(model: nn.Module, source: InitialValues, groups: Groups) -> None:
     """Copy the buffers of rank 0 to all ranks. They may be random, and are small enough for a broadcast."""
     for name, buffer in model.named_buffers():
         values = (source.buffer(name, buffer) if is_saved(model, name) else buffer).detach().contiguous()

@@ -143,7 +143,7 @@ class CommContext:
         self._everyone.oversee(self.watchdog)
         if device.type == "cuda":
             self._everyone.watch_processes()
-        self.program = Program(log, self.watchdog)
+        self.program = Program(log, groups)
         # The streams belong to the process group and not to the model: its transfers and those of another model over
         # the same group then have one order on all ranks.
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)

@@ -47,16 +47,15 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine import eager
-from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.program import EndOfBackward, FailedPasses
+from towpath.engine.agree.boundary import BoundaryCheck
+from towpath.engine.agree.program import EndOfBackward
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import own_parameters
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
-from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit
+from towpath.engine.parameters.unit import ParamSyncs, Unit
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
@@ -95,8 +94,8 @@ class Engine:
         outer: OuterSync | None = None,
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
-        self.host, self._writes = comm.record.host, writes
-        self.root, self.leaves = units[0], [u for u in units if u.plan.leaf]
+        self.host, self.writes = comm.record.host, writes
+        self.root, self.leaves = units[0], [u for u in units if u.plan.spec.leaf]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], comm.device)
@@ -108,7 +107,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
-        self._writes_before_step = -1  # `writes` at the last boundary
+        self._writes_before_step = -1  # their number at the last boundary
         self.outer = outer
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
@@ -117,10 +116,9 @@ class Engine:
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._unused_params = UnusedParams(strategy, self._trained, comm)
+        self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -134,17 +132,12 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
-
-    @property
-    def writes(self) -> int:
-        """Number of writes to the model's parameters so far."""
-        return self._writes.count
+        self._boundary_check.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
     def awaits_step(self) -> bool:
         """Whether parameters have gradients with which nothing has changed the parameters, as before `step()`."""
-        if self.writes != self._writes_before_step or self.comm.program.zeroed:
+        if self.writes.count != self._writes_before_step or self.comm.program.zeroed:
             return False
         return any(p.grad is not None for unit in self._trained for p in unit.parameters)
 
@@ -185,7 +178,7 @@ class Engine:
                         self.units[index].shown.swap(whole)
                         # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
                         for leaf in self.leaves if index == self.root.index else ():
-                            leaf.shown.show_leaf(whole)
+                            leaf.shown.show_leaf_parameters(whole)
                     case InvalidateViews(index, invalid):
                         self.units[index].shown.invalidate_views(invalid)
                     case AssignSlot(index, slot):
@@ -204,7 +197,7 @@ class Engine:
                         self.param_syncs.note_problems()
                         if self.outer is not None:
                             self.outer.note_problems()
-                        self._used = self._unused_params.compare(self.step)
+                        self._used = self._boundary_check.compare(self.step)
                     case SetGrads():
                         self._set_grads()
         except BaseException:
@@ -219,7 +212,7 @@ class Engine:
         """Submit the all-gathers of a unit's weights: each reads a shard, and writes the unsharded weights."""
         kind, unit = task.kind, self.units[task.unit]
         buckets = unit.gathered
-        runs = _runs(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
+        runs = _with_memory(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
         before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
@@ -229,7 +222,7 @@ class Engine:
             transfer, region, shard = runs[0]
             begin = partial(transfer.begin, region, shard)
         works = [*before, *_works(runs), *copies]
-        return self.comm.queues.submit(kind, _bound(buckets, kind), works, _handles(task.after), begin)
+        return self.comm.queues.submit(kind, _transfers_of(buckets, kind), works, _handles(task.after), begin)
 
     def _reduce(self, task: Task) -> Handle:
         """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
@@ -243,10 +236,10 @@ class Engine:
             each.fill_missing()
         works: list[Work] = [
             *(each.divide for each in gradients if each.divides),
-            *_works(_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
+            *_works(_with_memory(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
             *(each.accumulate for each in gradients),
         ]
-        return self.comm.queues.submit(kind, _bound((bucket for bucket, _ in reduced), kind), works)
+        return self.comm.queues.submit(kind, _transfers_of((bucket for bucket, _ in reduced), kind), works)
 
     def _param_sync(self, task: Task) -> Handle | None:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
@@ -257,7 +250,7 @@ class Engine:
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        handle = self.comm.queues.submit(task.kind, _bound(sending, task.kind), [b.param_sync for b in sending])
+        handle = self.comm.queues.submit(task.kind, _transfers_of(sending, task.kind), [b.param_sync for b in sending])
         for bucket in sending:
             # The host must not write to the master while the device copies it.
             if bucket.plan.optimizer_on_host:
@@ -277,7 +270,7 @@ class Engine:
         if not sums:
             return None
         works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
-        return self.comm.queues.submit(task.kind, _bound(sums, task.kind), works, _handles(task.after))
+        return self.comm.queues.submit(task.kind, _transfers_of(sums, task.kind), works, _handles(task.after))
 
     def _store_gradients(self, unit: Unit) -> None:
         """Store held gradients of `unit`, which a reduction reads from the slot."""
@@ -319,7 +312,7 @@ class Engine:
                 each.shown.check_unwritten()
             # The root stays unsharded until the end of the backward pass.
             if unit is not self.root:
-                unit.check_returned(outputs)
+                unit.check_outputs(outputs)
         self._check_registrations()
 
     def _check_registrations(self) -> None:
@@ -361,7 +354,7 @@ class Engine:
         """
         if self.strategy.gathered_over.size > 1 and not in_backward():
             what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-            self._failures.failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
+            self.comm.program.pass_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -403,7 +396,7 @@ class Engine:
         # Later gradients of a unit can only be wrong in these two ways. This saves a check of each.
         if is_first or grad.requires_grad or not is_whole:
             place, was_reduced = bucket.layout.places[index], machine.is_reduced(unit.index)
-            check_gradient(place, grad, unit.name, is_whole or unit.plan.leaf, was_reduced)
+            check_gradient(place, grad, unit.name, is_whole or unit.plan.spec.leaf, was_reduced)
         arrives = perf_counter()
         # A muted rank counts arrivals, too: the transfers that follow must be the same on every rank.
         gradients.arrive(index, None if self.muted else grad)
@@ -490,7 +483,7 @@ class Engine:
 
     def _backward_failed(self) -> None:
         """Note that a backward pass failed. Wait for its transfers later: this may run in a destructor."""
-        self._failures.failed("its backward pass failed")
+        self.comm.program.pass_failed("its backward pass failed")
         self.execute(self.machine.backward_pass_failed())
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
@@ -506,7 +499,7 @@ class Engine:
                 used = used[count:]
         self.comm.record.end_step()
         self.step += 1
-        self._writes_before_step = self.writes
+        self._writes_before_step = self.writes.count
         if self.outer is not None:
             self.outer.begin()
         # Peers that wait for this rank quote the step that it has reached.
@@ -529,7 +522,7 @@ class Engine:
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
-            unit.take(plan, self.comm)
+            unit.use_plan(plan, self.comm)
         self.machine.use_plans(plans)
         self.comm.queues.plan(plans)
         self.param_syncs.bind()
@@ -547,7 +540,7 @@ class Engine:
 
     def begin(self) -> None:
         """Prepare for a call that unshards units: agree with all ranks on failed passes, and drop their gradients."""
-        self._failures.agree()
+        self.comm.program.agree_on_failure()
         if self.machine.failed or self.machine.in_backward:
             self._abandon()
 
@@ -573,7 +566,7 @@ class Engine:
                 listener()
 
 
-def _bound(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
+def _transfers_of(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
@@ -584,7 +577,9 @@ def _handles(tasks: Iterable[Task]) -> list[Handle]:
 _Run = tuple[RankTransfer, Any, Any]  # a transfer with its region and its shard, or a coalesced one with lists of them
 
 
-def _runs(unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]) -> list[_Run]:
+def _with_memory(
+    unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]
+) -> list[_Run]:
     """Return the transfers of a unit with their memory: bucket, region and shard. Small ones come first, as one."""
     runs: list[_Run] = []
     together, transfer = unit.coalesced.get(kind, ((), None))

@@ -35,7 +35,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
     own_dtype = {id(m) for outermost in kept for m in outermost.modules()}
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
 
-    def enter_by(module: nn.Module, role: type[Any], unit: Unit) -> None:
+    def add_role(module: nn.Module, role: type[Any], unit: Unit) -> None:
         add_mixin(module, role)
         forward = _Forward(engine, unit, module, None if id(module) in own_dtype else lower)
         # Past nn.Module.__setattr__, which a user's class may override.
@@ -44,13 +44,13 @@ def attach(model: nn.Module, engine: Engine) -> None:
     # The dtype first, so that the call of a unit is around that of the module that keeps its dtype.
     for module in kept:
         keep_dtype(module)
-    for module in _parts(engine):
-        enter_by(module, RootSubmodule, engine.root)
+    for module in _root_submodules(engine):
+        add_role(module, RootSubmodule, engine.root)
     for unit in engine.units:
         for module in unit.modules:
-            enter_by(module, UnitModule, unit)
-        if unit.plan.leaf:
-            unit.shown.be_a_leaf(unit.modules[0])
+            add_role(module, UnitModule, unit)
+        if unit.plan.spec.leaf:
+            unit.shown.make_leaf_parameters(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 # This hook runs after autograd has added the gradient to `view.grad`: once in a backward pass, however
@@ -61,10 +61,10 @@ def attach(model: nn.Module, engine: Engine) -> None:
                     shown.register_post_accumulate_grad_hook(arrived)
 
 
-def _parts(engine: Engine) -> list[nn.Module]:
+def _root_submodules(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
-    units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
+    units = {id(m): unit.plan.spec.leaf for unit in engine.units for m in unit.modules}
     owners = {id(m) for m in engine.root.shown.owners}
     found: dict[int, nn.Module] = {}
 

@@ -19,7 +19,7 @@ from torch import nn
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
-from towpath.engine.parameters.dtensors import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
+from towpath.engine.parameters.dtensors import MeshPlacements, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
 
@@ -45,7 +45,7 @@ class ParameterPlace:
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     shape: torch.Size  # the shape of this rank's part, which differs from the parameter's on a tensor-parallel mesh
-    parallel: Parallel | None
+    parallel: MeshPlacements | None
     keeps_dtype: bool = False  # whether the precision keeps its module in its own dtype
     replicated: bool = False  # whether the ranks of a tensor-parallel mesh hold copies of it
     offset: int = 0  # its first element in the flat buffer; set by `BucketLayout.follow`
@@ -121,10 +121,10 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
         The root unit, then the other units in the order of registration.
     """
     if units is None:
-        chosen = {"": [model], **_together(_default_units(model))}
+        chosen = {"": [model], **_merge_small_units(_default_units(model))}
     else:
         chosen = {"": [model], **{name: [module] for name, module in _chosen_units(model, units).items()}}
-    places = _places(model)
+    places = _find_parameters(model)
     kept = {id(m) for outermost in kept_modules(model, precision or Precision()) for m in outermost.modules()}
     on_a_mesh = any(place.parallel is not None for place in places)
     for place in places:
@@ -216,7 +216,7 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
         for name, child in children:
             path = f"{prefix}{name}"
             if like and _has_parameters(child):
-                found.update((name, m) for name, m in _that_run(child, path) if m not in taken)
+                found.update((name, m) for name, m in _modules_with_forward(child, path) if m not in taken)
                 taken.update(found.values())
             else:
                 visit(child, f"{path}.")
@@ -232,14 +232,14 @@ def _is_list(module: nn.Module) -> bool:
     )
 
 
-def _that_run(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with_forward(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield `module` if it has a forward, else the outermost modules inside it that have one, and have parameters."""
     if has_forward(module):
         yield path, module
         return
     for name, child in module.named_children():
         if _has_parameters(child):
-            yield from _that_run(child, f"{path}.{name}")
+            yield from _modules_with_forward(child, f"{path}.{name}")
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -248,7 +248,7 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _together(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
+def _merge_small_units(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
     """Merge small neighbors in one container into one unit."""
     merged: dict[str, list[nn.Module]] = {}
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in units.items()}
@@ -330,7 +330,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _places(model: nn.Module) -> list[ParameterPlace]:
+def _find_parameters(model: nn.Module) -> list[ParameterPlace]:
     found: dict[int, ParameterPlace] = {}
     for name, parameter in own_parameters(model):
         path, _, attribute = name.rpartition(".")
@@ -343,11 +343,11 @@ def _places(model: nn.Module) -> list[ParameterPlace]:
         if owner not in place.owners:
             place.owners.append(owner)
     places = list(found.values())
-    _check(places)
+    _check_parameters(places)
     return places
 
 
-def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
+def _check_class(name: str, parameter: nn.Parameter) -> MeshPlacements | None:
     parallel = parallel_of(parameter)
     if type(parameter) is not nn.Parameter and parallel is None:
         raise ShardError(
@@ -358,7 +358,7 @@ def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
     return parallel
 
 
-def _check(places: list[ParameterPlace]) -> None:
+def _check_parameters(places: list[ParameterPlace]) -> None:
     for place in places:
         parameter, name = place.parameter, place.names[0]
         if dtype_name(parameter.dtype) not in FLOATING:

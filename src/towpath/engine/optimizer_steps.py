@@ -41,10 +41,10 @@ from towpath.logs import logger
 _LOG = logger("engine")
 
 # Options of a parameter group that do not change the result of a step. They need not be equal on all ranks.
-_HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
+_WITHOUT_EFFECT = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
 
 # Optimizers that step other parameters, too, and were warned about.
-_mixed: WeakSet[Optimizer] = WeakSet()
+_warned: WeakSet[Optimizer] = WeakSet()
 
 # The number of models that were sharded, and for each adopted optimizer that number and the number of its groups then.
 _models = 0
@@ -143,8 +143,8 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 stepped.setdefault(program, {}).setdefault(number, []).append(parameter.shard_spec.name)
-    if stepped and beside and optimizer not in _mixed:
-        _mixed.add(optimizer)
+    if stepped and beside and optimizer not in _warned:
+        _warned.add(optimizer)
         _LOG.warning(
             "%s steps %d parameters in addition to those of the sharded model, the first of shape %s. The ranks do "
             "not average their gradients: shard the whole model, or average them yourself.",
@@ -154,7 +154,7 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
         details: list[tuple[tuple[str, Any], ...]] = []
         for number, names in groups.items():
             checksum = crc32("\n".join(sorted(names)).encode())
-            options = ((k, _plain(v)) for k, v in optimizer.param_groups[number].items() if k not in _HOW)
+            options = ((k, _plain(v)) for k, v in optimizer.param_groups[number].items() if k not in _WITHOUT_EFFECT)
             details.append((("parameters", len(names)), ("checksum_of_their_names", checksum), *options))
         program.stepped(_name(optimizer), tuple(details))
 
@@ -180,9 +180,9 @@ def _plain(value: Any) -> Any:
 # Their number: enough for the estimates of Prodigy and D-Adaptation to grow and take effect.
 _STEPS = 6
 # The gradients' scales. They differ so much that a norm or mean over several parameters is far from that of each.
-_SIZES = (1.0, 30.0, 0.03)
+_GRADIENT_SCALES = (1.0, 30.0, 0.03)
 # The longest side of a small parameter, and how many parameters of one shape and groups of one kind are copied.
-_SIDE, _ALIKE = 6, 2
+_LONGEST_SIDE, _MOST_ALIKE = 6, 2
 # Products of batched matrices may round differently. A step that couples parameters differs by far more.
 _TOLERANCE = 0.01
 # The lowest learning rate of a trial step, because smaller steps would vanish in the rounding of the parameters. The
@@ -239,17 +239,17 @@ def coupling(optimizer: Optimizer) -> str | None:
     other = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
     if other is not None:
         return f"it steps another optimizer, {type(other).__name__}"
-    if beside := _state_of_none(optimizer):
+    if beside := _state_without_parameter(optimizer):
         return beside
     devices = {p.device for p in parameters_of(optimizer)}
     try:
-        with _undisturbed(devices, compiles=False), _Alone():
-            return _difference(optimizer, devices)
+        with _undisturbed(devices, compiles=False), _NoCommunication():
+            return _trial(optimizer, devices)
     except Exception as error:
         return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
 
 
-class _Alone(TorchDispatchMode):
+class _NoCommunication(TorchDispatchMode):
     """A dispatch mode that raises if an optimizer communicates. Other ranks step other matrices, and would not join."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,7 +258,7 @@ class _Alone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
+def _trial(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     """Step all parameters with one copy of the optimizer, and each with a copy of its own. Return what differs."""
     small = small_copy(optimizer)
     together, count = small_copy(small), len(parameters_of(small))
@@ -274,13 +274,15 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
         for number, pair in enumerate(pairs):
             for p in pair:
                 p.grad = _gradient(p, number, step)
-        drawn, counted = _random_states(devices), _counters(together)
+        drawn, counted = _random_states(devices), _numbers_in_attributes(together)
         together.step()
         if not all(map(torch.equal, drawn, _random_states(devices))):
             return "it draws random numbers, and the ranks would draw different ones"
-        if beside := _state_of_none(together):
+        if beside := _state_without_parameter(together):
             return beside
-        changed = next((key for key, value in _counters(together).items() if value != counted.get(key)), None)
+        changed = next(
+            (key for key, value in _numbers_in_attributes(together).items() if value != counted.get(key)), None
+        )
         if changed is not None:
             return f"step() changes its attribute {changed!r}, and each call with some of the parameters would do so"
         expected = OptimizerSettings.of(together)
@@ -299,7 +301,7 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     return None
 
 
-def _counters(optimizer: Optimizer) -> dict[str, Any]:
+def _numbers_in_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the numbers in attributes that are objects or containers; `OptimizerSettings` has all others."""
     found: dict[str, Any] = {}
     for key, value in vars(optimizer).items():
@@ -311,7 +313,7 @@ def _counters(optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-def _state_of_none(optimizer: Optimizer) -> str | None:
+def _state_without_parameter(optimizer: Optimizer) -> str | None:
     keys = [key for key in cast(dict[Any, Any], optimizer.state) if not isinstance(key, torch.Tensor)]
     return f"it keeps state[{keys[0]!r}], which belongs to no parameter" if keys else None
 
@@ -366,14 +368,14 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     made: Any = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made}
     for p in parameters_of(optimizer):
-        small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
+        small = torch.randn([min(side, _LONGEST_SIDE) for side in p.shape], generator=random_numbers)
         memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
 
     seen = Counter[Hashable]()
 
     def is_seldom(kind: Hashable) -> bool:
         seen[kind] += 1
-        return seen[kind] <= _ALIKE
+        return seen[kind] <= _MOST_ALIKE
 
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -404,7 +406,9 @@ def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
         torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         for seed in (number, 1000 * (step + 1) + number)
     )
-    return ((steady + 0.1 * noise) * _SIZES[number % len(_SIZES)]).to(parameter.device, parameter.dtype)
+    return ((steady + 0.1 * noise) * _GRADIENT_SCALES[number % len(_GRADIENT_SCALES)]).to(
+        parameter.device, parameter.dtype
+    )
 
 
 @contextmanager

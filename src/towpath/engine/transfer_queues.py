@@ -54,13 +54,8 @@ class RankTransfer:
 
         Coalesced transfers take a list of regions and one of shards. `OwnersExchange` has its own memory.
         """
-        values, messages = workspace.encoded_bytes
-        with self._record.running(self.transfers, workspace.micro_step), self.explained():
+        with self._record.running(self.transfers, workspace), self.explained():
             self.collective.run(region, shard, workspace)
-            # The plan knows only the most that a transfer with a coding may send. What it did send is known here.
-            if workspace.encoded_bytes != (values, messages):
-                after = workspace.encoded_bytes
-                self._record.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def begin(self, region: Any, shard: Any, workspace: Workspace) -> None:
         """Start the non-blocking first phase, before this transfer's turn in the queue."""

@@ -67,9 +67,9 @@ class WiredRanks:
 
         def read(_: Workspace) -> None:
             for number, unit in enumerate(units):
-                weights = unit.encoding
-                if weights is not None:
-                    sizes[number : number + 1].copy_(weights.sync.collective.encoded_size, non_blocking=True)
+                size = None if unit.encoding is None else unit.encoding.sync.collective.encoded_size
+                if size is not None:
+                    sizes[number : number + 1].copy_(size, non_blocking=True)
                 if unit.drifted is not None:
                     sizes[len(units) + number].copy_(unit.drifted, non_blocking=True)
 

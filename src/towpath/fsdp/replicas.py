@@ -1,11 +1,14 @@
-"""Sums of gradients over replicas: those of HSDP, which keep a copy of each shard, and those of DDP.
+"""Sums of gradients over replicas: those of HSDP, and those of DDP.
 
-HSDP reduces over the process group of its replicas. `ReplicaGroup` takes its place. DDP calls a hook with each bucket.
+HSDP reduces over the process group of a module's replicas. `ReplicaGroup` takes its place. DDP calls a communication
+hook with each bucket, `sum_bucket`, which `towpath.wires` registers. Lightning registers it itself:
+
+    DDPStrategy(ddp_comm_state=BucketSums(), ddp_comm_hook=sum_bucket)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
 
@@ -15,8 +18,8 @@ import torch.distributed as dist
 from towpath.collectives.collective import Workspace
 from towpath.core.strategy import TransferKind
 from towpath.engine.transfer_queues import RankTransfer
-from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.peers import Peers, Wishes, factor_of
+from towpath.topology.cluster import Topology
 
 
 @final
@@ -36,14 +39,16 @@ class ReplicaSums:
 
 
 @final
-class ReplicaGroup(dist.ProcessGroup):  # pyright: ignore[reportIncompatibleMethodOverride]
+class ReplicaGroup(dist.ProcessGroup):
     """The process group of a module's replicas, as FSDP2 uses it: to reduce gradients, and for nothing else."""
 
-    def __init__(self, stock: dist.ProcessGroup, name: str, sums: ReplicaSums, wired: WiredRanks) -> None:
-        super().__init__(stock.rank(), stock.size())
-        self.stock, self.wired, self._sums, self._unit = stock, wired, sums, name
+    def __init__(self, stock: dist.ProcessGroup, name: str, sums: ReplicaSums) -> None:
+        super().__init__(stock.rank(), stock.size())  # pyright: ignore[reportCallIssue]
+        self.stock, self._sums, self._unit = stock, sums, name
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
         """Reduce a flat buffer in place, in the order of the current stream."""
         [buffer] = tensors
         transfer = self._sums.of(self._unit, buffer)
@@ -63,39 +68,70 @@ class _Done(dist.Work):
         return True
 
 
-Hook = Callable[[Any, dist.GradBucket], "torch.futures.Future[torch.Tensor]"]
+@final
+class BucketSums:
+    """How the buckets of one DistributedDataParallel are averaged. It is the state of `sum_bucket`.
 
+    Args:
+        exact: Send gradients in fewer bytes over gloo, without losing a bit.
+        gradients: The codec of gradients, such as 'int8'. It rounds. By default, none is used.
+        topology: The number of nodes and of ranks per node. Detected by default.
+        group: The process group of the model. By default, all ranks.
+    """
 
-def ddp_hook(wishes: Wishes) -> Hook:
-    """Return a communication hook for DDP. Its state is DDP's process group, or None for all ranks."""
-    sums: list[ReplicaSums] = []
+    def __init__(
+        self,
+        exact: bool = True,
+        gradients: str | None = None,
+        topology: Topology | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.wishes: Wishes | None = Wishes(exact, gradients, None, topology)
+        self._group = group
+        self._sums: ReplicaSums | None = None
 
-    def towpath_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        if not sums:
-            group = state if isinstance(state, dist.ProcessGroup) else dist.group.WORLD
-            assert group is not None
-            sums.append(ReplicaSums(Peers.of(group, buffer.device, "ddp", wishes, ["DDP"])))
-        peers = sums[0].peers
-        if bucket.index() == 0:
-            peers.comm.record.end_step()
-        transfer = sums[0].of(f"bucket {bucket.index()}", buffer)
+    def connect(self, device: torch.device) -> Peers:
+        """Connect all ranks of the group, which every rank must call."""
+        group = self._group or dist.group.WORLD
+        assert group is not None and self.wishes is not None
+        peers = Peers.of(group, device, "ddp", self.wishes, ["DistributedDataParallel"])
+        self._sums = ReplicaSums(peers)
+        return peers
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over all ranks, while the backward pass goes on."""
+        buffer: torch.Tensor = bucket.buffer()
         ended: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
+        if self.wishes is None:  # the wires were taken away, and DDP keeps its hook
+            work = dist.all_reduce(buffer.div_(dist.get_world_size(self._group)), group=self._group, async_op=True)
+            assert work is not None
+            return work.get_future().then(_first)
+        if self._sums is None:
+            self.connect(buffer.device)
+        sums = self._sums
+        assert sums is not None
+        transfer, ranks = sums.of(f"bucket {bucket.index()}", buffer), sums.peers.ranks
 
         def average(workspace: Workspace) -> None:
             try:
                 transfer.run(buffer, buffer, workspace)
-                buffer.div_(peers.ranks)
+                buffer.div_(ranks)
             except Exception as error:
-                ended.set_exception(error)  # DDP waits for the future, and for nothing else
+                # DDP waits for the future, and for nothing else.
+                ended.set_exception(error)  # pyright: ignore[reportArgumentType]
                 raise
             ended.set_result(buffer)
 
-        peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [average])
+        sums.peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [average])
         return ended
 
-    # DDP compares annotations with the classes themselves, and those of this file are text.
-    towpath_hook.__annotations__ = {}
-    return towpath_hook
+
+def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]
+
+
+def sum_bucket(state, bucket):  # pyright: ignore
+    """Average a bucket of DDP. A communication hook, whose state is a `BucketSums`."""
+    return state.average(bucket)

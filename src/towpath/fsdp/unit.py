@@ -124,7 +124,7 @@ class WiredUnit:
             weights.overwrite([mine])
             collective = weights.sync.collective
             if weights.sync.transfer.agrees_on_sizes:
-                # No optimizer has stepped, so the ranks have not agreed on sizes. Each sends as much as could be needed.
+                # No optimizer has stepped, so the ranks have not agreed on sizes. Each sends what values could need.
                 collective.restart()
                 self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size

@@ -15,14 +15,20 @@ from torch.nn.parallel import DistributedDataParallel
 from towpath.core.formats import Precision
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import ShardError
+from towpath.engine.comm import CommContext
+from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, groups_of, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import ReplicaGroup, ReplicaSums, ddp_hook
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, sum_bucket
 from towpath.fsdp.unit import WiredUnit
 from towpath.logs import logger
+from towpath.observe.record import Trace
+from towpath.observe.stats import Observable, Stats, merged
+from towpath.observe.totals import Totals
+from towpath.observe.trace import Interval
 from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
 
 _LOG = logger("wires")
 
@@ -64,43 +70,75 @@ def wires(
         ConfigError: The codec is unknown, or the topology does not fit.
         MismatchError: The ranks passed different models or arguments.
     """
+    if type(exact) is not bool or hold not in (None, "device", "host"):
+        raise ConfigError(f"wires(): exact= is a bool and hold= is 'device', 'host' or None; got {exact!r}, {hold!r}.")
     wishes = Wishes(exact, gradients, hold, topology)
+    before = getattr(model, "towpath_wires", None)
+    if isinstance(before, WiredModel):
+        before.leave()
+        del model.towpath_wires
     if isinstance(model, DistributedDataParallel):
-        model.register_comm_hook(model.process_group, ddp_hook(wishes))
-        return
+        ranks = [_wire_ddp(model, wishes)]
+    else:
+        ranks = _wire_modules(model, wishes)
+    ranks = [each for each in ranks if each is not None]
+    if ranks:
+        object.__setattr__(model, "towpath_wires", WiredModel(ranks))
+    elif exact and dist.get_rank() == 0:
+        _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
+
+
+def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | None:
+    hooks: list[tuple[Any, Any]] = model._comm_hooks  # pyright: ignore[reportPrivateUsage]
+    states = [state for hook, state in hooks if hook is sum_bucket]
+    if hooks and not states:
+        raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
+    state = states[0] if states else BucketSums(group=model.process_group)
+    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    if not states and state.wishes is not None:
+        model.register_comm_hook(state, sum_bucket)
+    if state.wishes is None:
+        return None
+    peers = state.connect(next(model.parameters()).device)
+    if peers.nodes == 1:
+        state.wishes = None
+        return None
+    return WiredRanks(peers, model.parameters)
+
+
+def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
     modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
     if not modules:
         raise ShardError(
-            f"wires(): {type(model).__name__} has no module that FSDP2 has sharded. Call fully_shard() first, or "
-            "towpath.shard() instead of both."
+            f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
+            "Call fully_shard() first, or towpath.shard() instead of both."
         )
     for _, module in modules:
         _restore(module)
-    if exact is False and gradients is None:
-        return
+    if wishes.exact is False and wishes.gradients is None:
+        return []
     by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
     for name, module in modules:
         shards, replicas = groups_of(module)
         for group, is_replica in ((shards, False), (replicas, True)):
             if group is not None:
                 by_group.setdefault((group, is_replica), []).append((name, module))
-    for (group, is_replica), members in by_group.items():
-        _wire(group, is_replica, members, wishes)
+    return [_wire(group, is_replica, members, wishes) for (group, is_replica), members in by_group.items()]
 
 
-def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: Wishes) -> None:
+def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: Wishes) -> WiredRanks | None:
     """Take over the transfers of `modules` over one group, if they cross nodes."""
     device = torch.device(parameters_of(modules[0][1])[0].device)
     sizes = {name: [each.padded_sharded_param_size for each in parameters_of(module)] for name, module in modules}
     lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
     peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
     if peers.nodes == 1:
-        return
+        return None
     if is_replica:
         wired, sums = WiredRanks(peers, partial(_parameters, modules)), ReplicaSums(peers)
         for name, module in modules:
-            set_replicate_group(module, ReplicaGroup(group, name, sums, wired))
-        return
+            set_replicate_group(module, ReplicaGroup(group, name, sums))
+        return wired
     elements = {name: sum(size.numel() for size in each) * peers.ranks for name, each in sizes.items()}
     specs = [UnitSpec(name, (BucketSpec((numel,)),)) for name, numel in elements.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
@@ -112,6 +150,7 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: 
         gather, reduce = comms_of(unit.module)
         unit.module.set_custom_all_gather(AllGather(unit, wired, gather))
         unit.module.set_custom_reduce_scatter(ReduceScatter(unit, wired, reduce))
+    return wired
 
 
 def _parameters(modules: Modules) -> Iterator[torch.Tensor]:
@@ -122,13 +161,13 @@ def _parameters(modules: Modules) -> Iterator[torch.Tensor]:
 
 def _restore(module: Any) -> None:
     """Give a module FSDP2's own transfers back."""
-    for comm, put_back in zip(comms_of(module), (module.set_custom_all_gather, module.set_custom_reduce_scatter)):
-        if isinstance(comm, _Comm):
-            comm.wired.leave()
-            put_back(comm.stock)
+    gather, reduce = comms_of(module)
+    if isinstance(gather, AllGather):
+        module.set_custom_all_gather(gather.stock)
+    if isinstance(reduce, ReduceScatter):
+        module.set_custom_reduce_scatter(reduce.stock)
     replicas = groups_of(module)[1]
     if isinstance(replicas, ReplicaGroup):
-        replicas.wired.leave()
         set_replicate_group(module, replicas.stock)
 
 
@@ -168,3 +207,50 @@ class ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> None:
         self.unit.reduce(output_tensor, input_tensor, op)
+
+
+@final
+class WiredModel(Observable):
+    """A model with wires, over one process group or several. `towpath.stats` and traces read it."""
+
+    def __init__(self, ranks: Sequence[WiredRanks]) -> None:
+        self._ranks = ranks
+
+    @property
+    def comms(self) -> list[CommContext]:
+        """The communication over each process group."""
+        return [each.peers.comm for each in self._ranks]
+
+    def stats(self) -> Stats:
+        """Return what `towpath.stats` returns."""
+        totals, comms = self.totals(), self.comms
+        on_device, on_host = (
+            sum(unit.held_bytes[where] for each in self._ranks for unit in each.units) for where in (0, 1)
+        )
+        return Stats(
+            transfers=totals.transfers,
+            seconds_host=totals.seconds_host,
+            last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
+            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            host_memory_bytes={"weights of the column": on_host} if on_host else {},
+            buffers_made=sum(comm.queues.buffers_made for comm in comms),
+        )
+
+    def totals(self) -> Totals:
+        """Return the counts of all transfers so far."""
+        each = [comm.record.totals() for comm in self.comms]
+        transfers = merged(transfer for one in each for transfer in one.transfers)
+        return Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
+
+    def prepare_trace(self) -> list[Groups]:
+        """Return the groups through which ranks meet."""
+        return [comm.groups for comm in self.comms]
+
+    def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+        """Return the intervals of all ranks' traces by rank, on rank 0."""
+        return dict(enumerate(Groups().collect_objects(trace.intervals)))
+
+    def leave(self) -> None:
+        """Wait for all transfers, and no longer watch optimizers."""
+        for each in self._ranks:
+            each.leave()

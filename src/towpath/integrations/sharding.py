@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from towpath.api import shard
 from towpath.checkpoint import Saver, State, latest, load
 from towpath.checkpoint.folders import step_of
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, Precision
 from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
@@ -28,10 +28,13 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
-from towpath.optim import members_of, whole_of
+from towpath.optim import members_of, owner_stepped_members
 from towpath.plan.request import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.together import AllRanks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {
@@ -111,7 +114,7 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
                 f"{name} computes with full matrices, but each rank holds a slice of them. Pass "
                 f"towpath.optim.owner_stepped({name}(…)) instead, or towpath.optim.chain() of it and others."
             )
-    for wrapped in whole_of(optimizer):
+    for wrapped in owner_stepped_members(optimizer):
         wrapped.share_out()
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.autograd import profiler
 
 from towpath.codecs.kernels import Watch
+from towpath.collectives.collective import Workspace
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
@@ -349,38 +350,34 @@ class Record:
             self._add_known()
 
     @contextmanager
-    def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
+    def running(self, transfers: Sequence[Transfer], workspace: Workspace) -> Generator[None]:
         """Run transfers that are one message. Count them unless they raise, and time them if `is_timed`."""
         activity, timer = self.watchdog.status, self.timer_of(transfers)
         activity.begins(transfers)
+        before = workspace.encoded_bytes
         began = timer.mark() if self.is_timed(transfers) else None
-        before: list[TransferStats] = []
-        if self.trace is not None:
-            with self._lock:
-                before = [replace(self._stats_of(transfer)) for transfer in transfers]
         try:
             with profiled("", transfers):
                 yield
             ended = None if began is None else timer.mark()
         finally:
             activity.ends()
+        # A plan knows only the most that a transfer with a coding may send. What it did send is known here. Such
+        # transfers are never coalesced.
+        values, messages = workspace.encoded_bytes[0] - before[0], workspace.encoded_bytes[1] - before[1]
         with self._lock:
-            for transfer in transfers:
-                self._stats_of(transfer).calls += 1
+            rows = [self._stats_of(transfer) for transfer in transfers]
+            for row in rows:
+                row.calls += 1
+                row.coded_values += values
+                row.coded_messages += messages
             if began is None or ended is None:
                 return
             self._note(_Span(transfers, began, ended, exposed=False))
-        if self.trace is not None and before:
-            sent = [self._stats[stats.transfer].plus(stats, -1) for stats in before]
-            inter, intra = sum(each.inter_bytes for each in sent), sum(each.intra_bytes for each in sent)
-            self.trace.transferred(transfers, began, ended, micro_step, (inter, intra))
-
-    def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
-        """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
-        with self._lock:
-            stats = self._stats_of(transfer)
-            stats.coded_values += values
-            stats.coded_messages += messages
+        if self.trace is not None:
+            once = [replace(row, calls=1, coded_values=values, coded_messages=messages) for row in rows]
+            inter, intra = sum(each.inter_bytes for each in once), sum(each.intra_bytes for each in once)
+            self.trace.transferred(transfers, began, ended, workspace.micro_step, (inter, intra))
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""

@@ -1,4 +1,4 @@
-"""What users read of a sharded model: `stats`, `totals` and `trace`.
+"""`stats`, `totals` and `trace`, which users read of a sharded model.
 
 Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to see when each transfer runs.
 """
@@ -20,6 +20,7 @@ from towpath.core.queues import communicator_bytes, outer_communicator_bytes
 from towpath.core.schedule import sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
+from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
@@ -71,20 +72,20 @@ class Stats(Totals):
 
 
 class Observable(ABC):
-    """A model of several sharded modules, such as a pipeline's stages."""
+    """A model of several parts that communicate: the stages of a pipeline, or a model with wires."""
 
     @property
     @abstractmethod
-    def engines(self) -> list[Engine]:
-        """The engines of this rank."""
+    def comms(self) -> list[CommContext]:
+        """The communication of the parts on this rank."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Return what `towpath.stats` returns, of all stages."""
+        """Return what `towpath.stats` returns, of all parts."""
 
     @abstractmethod
     def totals(self) -> Totals:
-        """Return the counts of all transfers so far, of all stages."""
+        """Return the counts of all transfers so far, of all parts."""
 
     @abstractmethod
     def prepare_trace(self) -> list[Groups]:
@@ -102,12 +103,13 @@ def stats(model: nn.Module | Observable) -> Stats:
     are counted there from the first call of `stats` for this model, and during a `trace`.
 
     Args:
-        model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
+        model: A model that `shard` returned, one with `wires`, or a `Pipeline`. Every rank of a pipeline must call it.
 
     Raises:
         ShardError: The model is not sharded.
     """
-    return model.stats() if isinstance(model, Observable) else stats_of(engine_of(model))
+    observed = _observed(model)
+    return observed.stats() if isinstance(observed, Observable) else stats_of(observed)
 
 
 def stats_of(engine: Engine) -> Stats:
@@ -132,21 +134,31 @@ def totals(model: nn.Module | Observable) -> Totals:
     """Return the counts of all transfers so far. This takes less time than `stats`, so use it in each step.
 
     Args:
-        model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
+        model: A model that `shard` returned, one with `wires`, or a `Pipeline`. Every rank of a pipeline must call it.
 
     Raises:
         ShardError: The model is not sharded.
     """
-    return model.totals() if isinstance(model, Observable) else engine_of(model).comm.record.totals()
+    observed = _observed(model)
+    return observed.totals() if isinstance(observed, Observable) else observed.comm.record.totals()
 
 
-def _engines(model: nn.Module | Observable) -> list[Engine]:
-    return model.engines if isinstance(model, Observable) else [engine_of(model)]
+def _observed(model: nn.Module | Observable) -> Engine | Observable:
+    """Return a model of several parts, or the engine of a model that `shard` returned."""
+    if isinstance(model, Observable):
+        return model
+    wired = getattr(model, "towpath_wires", None)
+    return wired if isinstance(wired, Observable) else engine_of(model)
+
+
+def _comms(model: nn.Module | Observable) -> list[CommContext]:
+    observed = _observed(model)
+    return observed.comms if isinstance(observed, Observable) else [observed.comm]
 
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `trace` context that is active for `model`, or None."""
-    return _engines(model)[0].comm.record.trace
+    return _comms(model)[0].record.trace
 
 
 @contextmanager
@@ -157,25 +169,26 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
     must trace the same steps. Ranks start a trace together, which makes their times comparable.
 
     Args:
-        model: A model that `shard` returned, or a `Pipeline`.
+        model: A model that `shard` returned, one with `wires`, or a `Pipeline`.
 
     Raises:
         ShardError: The model is not sharded.
         StepError: A trace of the model is active already.
     """
-    meshes = model.prepare_trace() if isinstance(model, Observable) else [engine_of(model).comm.job]
-    with traced(_engines(model), meshes) as recorded:
+    observed = _observed(model)
+    meshes = observed.prepare_trace() if isinstance(observed, Observable) else [observed.comm.job]
+    with traced(_comms(model), meshes) as recorded:
         yield recorded
 
 
 @contextmanager
-def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Trace]:
-    """Record several engines of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
-    records = [engine.comm.record for engine in engines]
+def traced(comms: Sequence[CommContext], meshes: Sequence[Groups]) -> Generator[Trace]:
+    """Record several parts of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
+    records = [comm.record for comm in comms]
     if any(record.trace is not None for record in records):
         raise StepError("trace: this model is being traced already. Leave the first `with tracing.trace(...)` before.")
-    for engine in engines:
-        engine.comm.queues.finish()
+    for comm in comms:
+        comm.queues.finish()
     # The barriers run twice. Ranks may leave the first ones at different times, depending on when they arrived. All
     # arrive at the second ones at about the same time, and so leave them together.
     for groups in (*meshes, *meshes):
@@ -185,8 +198,8 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
         record.trace = trace
     try:
         yield trace
-        for engine in engines:
-            engine.comm.queues.finish()
+        for comm in comms:
+            comm.queues.finish()
     finally:
         for record in records:
             record.trace = None
@@ -195,9 +208,10 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
 
 def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int, tuple[Interval, ...]]:
     """Return the intervals of all ranks by rank on rank 0, and an empty dict on others. Every rank must call it."""
-    if isinstance(model, Observable):
-        return model.intervals_of_ranks(trace)
-    return dict(enumerate(engine_of(model).comm.job.collect_objects(trace.intervals)))
+    observed = _observed(model)
+    if isinstance(observed, Observable):
+        return observed.intervals_of_ranks(trace)
+    return dict(enumerate(observed.comm.job.collect_objects(trace.intervals)))
 
 
 def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None:
@@ -205,7 +219,7 @@ def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None
 
     Args:
         path: The file. Its folder is made if there is none.
-        model: A model that `shard` returned, or a `Pipeline`.
+        model: A model that `shard` returned, one with `wires`, or a `Pipeline`.
         trace: This rank's trace, after its `trace` context has ended.
 
     Raises:
@@ -229,7 +243,7 @@ def _memory_bytes(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     if engine.outer is not None:
         if added := outer_communicator_bytes(engine.outer.plan.transfers):
             memory["communicators"] = memory.get("communicators", 0) + added
-        of_outer, of_outer_on_host = engine.outer.memory_bytes()
+        of_outer, of_outer_on_host = engine.outer.plan.memory_bytes()
         memory, host_memory = memory | of_outer, host_memory | of_outer_on_host
     memory["optimizer"], on_host = _optimizer_bytes(engine)
     if "master" in host_memory:
@@ -321,7 +335,7 @@ class StepCounter:
             transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
         messages = [each for each in self._sent() if each.transfer.kind in _MESSAGES]
         return Stats(
-            transfers=_merged([*transfers, *messages]),
+            transfers=merged([*transfers, *messages]),
             seconds_host=sum(one.seconds_host for one in own),
             last_step=tuple(transfer for one in own for transfer in one.last_step),
             memory_bytes=sum_by_kind(one.memory_bytes for one in own),
@@ -332,10 +346,10 @@ class StepCounter:
     def totals(self) -> Totals:
         """Return the counts of all transfers. Every rank must call it.
 
-        Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
+        Transfers with a coding of other ranks' stages are scaled by what this rank has seen of its own.
         """
         each = [engine.comm.record.totals() for engine in self._engines]
-        transfers = _merged(transfer for one in each for transfer in one.transfers)
+        transfers = merged(transfer for one in each for transfer in one.transfers)
         own = Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
         seen, sent = own.coded_bytes, self._sent()
         for stats in sent:
@@ -343,10 +357,10 @@ class StepCounter:
                 stats.coded_values, stats.coded_messages = seen.get(coding, (0, 0))
         # The schedules have the calls of this rank's stages, too.
         waits = (replace(stats, calls=0) for stats in transfers)
-        return replace(own, transfers=_merged([*sent, *waits]))
+        return replace(own, transfers=merged([*sent, *waits]))
 
 
-def _merged(transfers: Iterable[TransferStats]) -> tuple[TransferStats, ...]:
+def merged(transfers: Iterable[TransferStats]) -> tuple[TransferStats, ...]:
     """Return one entry for each transfer, as transfers of different stages may be equal. `since` finds them by it."""
     found: dict[Transfer, TransferStats] = {}
     for each in transfers:

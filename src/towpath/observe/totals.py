@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from towpath.core.formats import in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
 
-class SentBytes:
-    """A base class for objects with `transfers`. It sums the bytes that all ranks send."""
+class _ByLink:
+    """A base class for objects with `transfers`, planned or done. It sums the bytes that all ranks send."""
 
     __slots__ = ()
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Any, ...]
 
     @property
     def inter_bytes(self) -> int:
-        """Bytes sent between nodes, summed over all ranks and transfers."""
+        """The bytes that all ranks together send between nodes."""
         return sum(t.inter_bytes for t in self.transfers)
 
     @property
     def intra_bytes(self) -> int:
-        """Bytes sent inside nodes, summed over all ranks and transfers."""
+        """The bytes that all ranks together send inside nodes."""
         return sum(t.intra_bytes for t in self.transfers)
+
+
+class SentBytes(_ByLink):
+    """A base class for plans of transfers."""
+
+    __slots__ = ()
+    transfers: tuple[Transfer, ...]
 
     def cable_bytes(self, node: int) -> int:
         """Return how many bytes `node` sends to other nodes in one step."""
@@ -43,8 +50,8 @@ class SentBytes:
     def by_kind(self) -> str:
         """Return a text table with one line for each kind of transfer: calls, and bytes by class of link.
 
-        The bytes of exact transfers are upper bounds. The expected bytes then have columns of their own, and a last
-        line says what is expected of an element.
+        The bytes of transfers with a coding are upper bounds. The expected bytes then have columns of their own, and a
+        last line says what is expected of an element.
         """
         links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
         if any(t.topology.nodes_per_rack for t in self.transfers):
@@ -81,13 +88,13 @@ class TransferStats:
     """
 
     transfer: Transfer
-    # The bytes of a call, by class of link. Exact transfers send fewer: this is their upper bound.
+    # The bytes of a call, by class of link. Transfers with a coding send fewer: this is their upper bound.
     call_intra_bytes: int
     call_inter_bytes: int
     calls: int = 0
     seconds_in_flight: float = 0.0
     seconds_exposed: float = 0.0
-    # What this rank saw encoded, if the transfer is exact: bytes of values, and of their messages.
+    # What this rank saw encoded, if the transfer has a coding: bytes of values, and of their messages.
     coded_values: int = 0
     coded_messages: int = 0
 
@@ -105,7 +112,7 @@ class TransferStats:
 
     @property
     def inter_bytes(self) -> int:
-        """The bytes sent between nodes. Those of exact transfers are estimated from what this rank has encoded."""
+        """The bytes sent between nodes. With a coding they are estimated from what this rank has encoded."""
         return self._sent(self.call_inter_bytes)
 
     def _sent(self, nbytes: int) -> int:
@@ -128,7 +135,7 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class Totals(_ByLink):
     """The counts of all transfers so far. Bytes are those of all ranks together, seconds are this rank's.
 
     Attributes:
@@ -167,16 +174,6 @@ class Totals:
         return replace(self, transfers=tuple(found))
 
     @property
-    def inter_bytes(self) -> int:
-        """The bytes that all ranks together sent between nodes."""
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        """The bytes that all ranks together sent inside nodes."""
-        return sum(t.intra_bytes for t in self.transfers)
-
-    @property
     def seconds_exposed(self) -> float:
         """The seconds in which this rank's computation did nothing but wait for transfers."""
         return sum(t.seconds_exposed for t in self.transfers)
@@ -191,7 +188,7 @@ class Totals:
 
     @property
     def coded_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """The bytes of values that this rank saw encoded, and of their messages, by exact codec and dtype."""
+        """The bytes of values that this rank saw encoded, and of their messages, by coding."""
         found: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
         for each in (each for each in self.transfers if each.coded_values):
             if (coding := each.transfer.coding) is not None:
@@ -201,5 +198,5 @@ class Totals:
 
     @property
     def encoded_shares(self) -> dict[tuple[str, str], float]:
-        """The bytes of exact messages as a share of their values, by exact codec and dtype."""
+        """The bytes of encoded messages as a share of their values, by coding."""
         return {key: messages / values for key, (values, messages) in self.coded_bytes.items()}

@@ -1,7 +1,7 @@
 """The plan of outer steps: what islands exchange of a model, in which fragments, and the memory that it takes.
 
 `outer/settings.py` has the settings, and says which exchange belongs to which step. The engine, the simulator and the
-schedule read the same plan.
+schedule read the same plan. `OuterSteps` is the part of the step machine that synchronizes islands.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
 from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
+from towpath.core.step_state import Action, ApplyOuter, Submit, Task, Wait
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
@@ -29,7 +30,7 @@ _WIRE_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class BucketSlice:
     """A rank's part of one bucket in a fragment."""
 
     unit: int  # the index of the unit
@@ -44,7 +45,7 @@ class FragmentPart:
 
     own_dtype: str
     dtype: str  # the dtype of the slow weights and of the exchange: `own_dtype`, in at least 32 bits
-    slices: tuple[Slice, ...]  # a rank's slices of the buckets
+    slices: tuple[BucketSlice, ...]  # a rank's slices of the buckets
     # Finer than that of the optimizer states: each rank of an island has a slice of its own.
     partition: Partition
     exchange: tuple[Transfer, ...]  # the all-reduce over the islands
@@ -107,8 +108,10 @@ class OuterPlan(SentBytes):
         """Return the bytes that one rank keeps for outer steps on its device, and in host memory."""
         slow = sum(fragment.rank_bytes for fragment in self.fragments)
         exchanges = [t for fragment in self.fragments for part in fragment.parts for t in part.exchange]
-        feedback = sum(map(feedback_bytes, exchanges))
-        return memory_of(self, slow, slow if self.settings.momentum else 0, feedback)
+        kept = {"slow weights": slow, "outer momentum": slow if self.settings.momentum else 0}
+        sent = {"outer differences": slow, "outer feedback": sum(map(feedback_bytes, exchanges))}
+        # The slow weights are where the optimizer works. What is sent is on the device: the host needs another buffer.
+        return (sent, kept | {"outer values": slow}) if self.strategy.optimizer_on_host else (kept | sent, {})
 
     def buffer_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
         """Return the buffers of one rank together with those of the inner strategy, `inner`."""
@@ -136,14 +139,6 @@ def gathered_in(transfer: Transfer) -> tuple[int, int]:
     """Return start and end of an all-gather's region in the wire buffer, which the transfer uses up to the start."""
     start = round_up(wire_needs(transfer).get(transfer.dtype, 0), _WIRE_ALIGNMENT)
     return start, start + transfer.elements
-
-
-def memory_of(plan: OuterPlan, slow: int, momentum: int, feedback: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes on the device and in host memory, by kind, for so many bytes of slow weights and other state."""
-    kept = {"slow weights": slow, "outer momentum": momentum}
-    sent = {"outer differences": slow, "outer feedback": feedback}
-    # The slow weights are where the optimizer works. What is sent is on the device, so the host needs another buffer.
-    return (sent, kept | {"outer values": slow}) if plan.strategy.optimizer_on_host else (kept | sent, {})
 
 
 def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.MESSAGES) -> OuterPlan | None:
@@ -178,14 +173,14 @@ def _fragment(
     ) -> tuple[Transfer, ...]:
         return tuple(Transfer(kind, payload, move, transport, strategy.job, form=form) for move in moves)
 
-    grouped: dict[tuple[str, Transport], list[Slice]] = {}
+    grouped: dict[tuple[str, Transport], list[BucketSlice]] = {}
     for unit in units:
         for index, bucket in enumerate(plans[unit].buckets):
             if bucket.spec.trainable:
                 key = bucket.own_dtype, outer.transport.within(bucket.spec.alignment)
                 mine = grouped.setdefault(key, [])
                 start = mine[-1].start + mine[-1].elements if mine else 0
-                mine.append(Slice(unit, index, start, bucket.numel // partition.count))
+                mine.append(BucketSlice(unit, index, start, bucket.numel // partition.count))
     parts: list[FragmentPart] = []
     for (own_dtype, transport), slices in grouped.items():
         dtype, elements = wide(own_dtype), sum(each.elements for each in slices)
@@ -200,3 +195,54 @@ def _fragment(
         parts.append(FragmentPart(own_dtype, dtype, tuple(slices), partition, exchange, gather))
     check = transfers(TransferKind.SLOW_WEIGHTS, Range(name, "digest", 2, "int64"), between)
     return Fragment(units, tuple(parts), check if parts else ())
+
+
+class OuterSteps:
+    """The outer steps of one model on one rank. The engine calls `advance` before the parameter sync of each step."""
+
+    # Optimizer steps are counted by boundaries, so that a step that loss scaling skips counts on every island.
+
+    def __init__(self, plan: OuterPlan) -> None:
+        self._plan, self._outer = plan, plan.settings
+        self.done = 0  # the last optimizer step whose exchanges were begun and applied
+        # The exchange of each fragment that is not applied yet, and the optimizer step that it belongs to.
+        self.under_way: dict[int, tuple[Task, int]] = {}
+
+    def advance(self, step: int) -> list[Action]:
+        """Return the actions of all optimizer steps that ended since the last call. `step` is the last one."""
+        actions: list[Action] = []
+        while self.done < step:
+            self.done += 1
+            actions += [self._begin(fragment) for fragment in self._outer.begun_at(self.done)]
+            for fragment in self._outer.applied_at(self.done):
+                actions += self._apply(fragment)
+        return actions
+
+    def average(self) -> list[Action]:
+        """Return the actions that apply the exchanges under way now, and then average the weights of all islands."""
+        actions = [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
+        fragments = range(len(self._plan.fragments))
+        actions += [self._begin(fragment) for fragment in fragments]
+        return actions + [action for fragment in fragments for action in self._apply(fragment, average=True)]
+
+    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
+        """Continue after optimizer step `done`, with exchanges whose results are there but not applied yet.
+
+        `under_way` has the step that each of them belongs to.
+        """
+        self.done = done
+        self.under_way = {f: (Task(TransferKind.OUTER, f), begun) for f, begun in under_way.items()}
+
+    def _begin(self, fragment: int) -> Action:
+        task = Task(TransferKind.OUTER, fragment, transfers=self._plan.fragments[fragment].exchanges)
+        self.under_way[fragment] = task, self.done
+        return Submit(task)
+
+    def _apply(self, fragment: int, *, average: bool = False) -> list[Action]:
+        if fragment not in self.under_way:  # it was applied by `average`, or is from before a checkpoint
+            return []
+        exchange, _ = self.under_way.pop(fragment)
+        gathers = self._plan.fragments[fragment].gathers
+        gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
+        # The host waits, too, because it reads whether the slow weights of all islands are equal.
+        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather, average)]

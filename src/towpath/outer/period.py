@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from towpath.core.schedule import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, TransferKind
-from towpath.outer.exchanges import OuterPlan, plan_outer
-from towpath.outer.steps import OuterSteps
+from towpath.outer.exchanges import OuterPlan, OuterSteps, plan_outer
 from towpath.plan.bandwidth import BandwidthModel, Thread, Timeline, run_threads
 from towpath.plan.hardware import Hardware
 from towpath.plan.replay import SimulatedStage, computed
@@ -35,10 +34,7 @@ class Period:
 
 
 def replay_period(model: SimulatedStage, hardware: Hardware, micro_steps: int) -> Period:
-    """Replay two periods of a whole model, and return the second one.
-
-    `hardware` has the topology of one island.
-    """
+    """Replay two periods of a whole model on one island's `hardware`, and return the second one."""
     strategy, plans, seconds = model.strategy, model.plans, model.seconds
     plan = plan_outer(strategy, plans, hardware.form)
     assert plan is not None

@@ -39,10 +39,7 @@ class OuterPlanner:
         self._transport = outer_transport("" if smallest is None else str(smallest))
 
     def solve(self) -> Prediction | None:
-        """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
-
-        It is None if no island can hold a copy of the model.
-        """
+        """Return the shortest period that hides its exchanges, or the longest. None if no island can hold the model."""
         if (found := self._of_islands()) is None:
             return None
         islands, inner = found
@@ -89,6 +86,6 @@ class OuterPlanner:
         return self._solver.predict(replace(inner.strategy, outer=settled), inner.batching)
 
 
-def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
+def saves_enough(outer: Prediction, synchronous: Prediction) -> bool:
     """Return whether outer steps save enough time to change the algorithm for them."""
     return outer.seconds <= WORTH_IT * synchronous.seconds

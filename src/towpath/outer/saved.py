@@ -44,11 +44,9 @@ def islands_of(manifest: Manifest) -> int:
     return manifest.values.get(VALUE, {"count": 1})["count"]
 
 
-def view_of(manifest: Manifest, island: int | None) -> Manifest:
-    """Return a checkpoint as an island reads it, under the names of one without islands: its own weights and states.
-
-    None, as for a run with another number of islands, takes the slow weights, and buffers and states of island 0.
-    """
+def island_manifest(manifest: Manifest, island: int | None) -> Manifest:
+    """Return a checkpoint as an island reads it, under the names of one without islands."""
+    # Without an island, as for a run with another number of them: slow weights, and buffers and states of island 0.
     if VALUE not in manifest.values:
         return manifest
     prefix = prefix_of(island or 0)
@@ -66,7 +64,7 @@ def view_of(manifest: Manifest, island: int | None) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class IslandState:
-    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own."""
+    """What this rank of a run with outer steps has, besides what its island would have as a job of its own."""
 
     outer: OuterSync
     island: int  # the number of this rank's island

@@ -30,14 +30,13 @@ from towpath.engine.agree.boundary import checksum
 from towpath.engine.agree.digest import differing_islands
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import torch_dtype
-from towpath.engine.parameters.gradients import host_memory, slice_within
+from towpath.engine.parameters.gradients import host_memory, slice_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.transfer_queues import Handle
 from towpath.errors import StepError
-from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, gathered_in, memory_of
+from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, OuterSteps, gathered_in
 from towpath.outer.settings import Outer
-from towpath.outer.steps import OuterSteps
 
 # A parameter, and something of the same shape that this rank holds a part of.
 Held = tuple[ShardTensor, ShardTensor]
@@ -105,11 +104,7 @@ class OuterSync:
                 cast(Handle, task.handle).wait(on_host=True)
 
     def note_problems(self) -> None:
-        """Tell all ranks of the island at the boundary which slow weights differ. They compare their logs there.
-
-        Raises:
-            StepError: Slow weights differ, and no other rank of the island compares its log with this one.
-        """
+        """Tell all ranks of the island at the boundary which slow weights differ, for which all of them raise."""
         problems, self._problems = self._problems, []
         for what in problems:
             if not self._comm.log.compares(LoggedCall.SLOW_WEIGHTS):
@@ -117,10 +112,8 @@ class OuterSync:
             self._comm.log.note(LoggedCall.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     def check_steps(self, step: int, awaits_step: bool) -> None:
-        """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
-
-        `awaits_step` tells whether this rank has gradients of the last one that no optimizer has used.
-        """
+        """Raise if islands have made different numbers of steps, or have begun another. Every rank must call it."""
+        # `awaits_step`: this rank has gradients of the last step that no optimizer has used.
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
             found = self._comm.job.gather_objects((step, self._comm.queues.micro_step, awaits_step))
@@ -157,7 +150,7 @@ class OuterSync:
     def feedback(self) -> dict[str, Tensor]:
         """Return the error feedback of this rank, by name. The tensors are those in use."""
         numbered = ((f"{n}.{k}", part) for n, each in enumerate(self._exchanges) for k, part in enumerate(each.parts))
-        return {f"{name}.{i}": kept for name, part in numbered for i, kept in enumerate(part.kept)}
+        return {f"{name}.{i}": kept for name, part in numbered for i, kept in enumerate(part.feedback)}
 
     def resume(self, done: int, under_way: Mapping[int, int]) -> None:
         """Continue after optimizer step `done`, with these exchanges to apply, each with the step that it belongs to.
@@ -168,7 +161,8 @@ class OuterSync:
         self._has_begun, self._problems = True, []
         self.steps.resume(done, under_way)
         for fragment in under_way:
-            self._exchanges[fragment].is_checked()
+            # A checkpoint has one copy of the slow weights, so those of all islands are equal.
+            self._exchanges[fragment].digest.copy_(torch.tensor([0, ~0]))
 
     def begin_anew(self, step: int) -> None:
         """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
@@ -178,15 +172,8 @@ class OuterSync:
     def restart(self) -> None:
         """Begin without momentum and error feedback."""
         for part, _ in self.parts():
-            for kept in (*part.kept, *((part.momentum,) if part.momentum is not None else ())):
-                kept.zero_()
-
-    def memory_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes that this rank keeps for outer steps on its device, and in host memory."""
-        parts = [part for part, _ in self.parts()]
-        momentum = sum(part.momentum.nbytes for part in parts if part.momentum is not None)
-        feedback = sum(kept.nbytes for part in parts for kept in part.kept)
-        return memory_of(self.plan, sum(part.slow.nbytes for part in parts), momentum, feedback)
+            for each in part.feedback if part.momentum is None else (*part.feedback, part.momentum):
+                each.zero_()
 
 
 @final
@@ -202,7 +189,7 @@ class FragmentExchange:
         self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
         self.gathers = [bound for part in self.parts for bound in part.gather]
         # The digest of the slow weights, and its complement. The maximum of both shows whether all islands have one.
-        self._digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
+        self.digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
 
     def take_differences(self) -> None:
         """Compute how far the weights have moved from the slow weights, and the digest of these."""
@@ -210,12 +197,12 @@ class FragmentExchange:
             part.take_difference()
         digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
         if isinstance(digest, Tensor):
-            self._digest.copy_(torch.stack([digest, ~digest]))
+            self.digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
         try:
             for bound in self._check:
-                bound.run(self._digest, self._digest, workspace)
+                bound.run(self.digest, self.digest, workspace)
             for part in self.parts:
                 for bound in part.exchange:  # sums the differences of all islands, in place
                     bound.run(part.difference, part.difference, workspace)
@@ -227,14 +214,10 @@ class FragmentExchange:
             self._comm.tell(f"{what}, which needs rank {others}")
             raise StepError(f"rank {mine}: {what}: {str(error).removeprefix(f'rank {mine}: ')}") from error
 
-    def is_checked(self) -> None:
-        """Note that the slow weights of all islands are equal, because a checkpoint has only one copy of them."""
-        self._digest.copy_(torch.tensor([0, ~0]))
-
     @property
     def differs(self) -> bool:
         """Whether the islands had different slow weights in the last exchange."""
-        digest, complement = self._digest.tolist()
+        digest, complement = self.digest.tolist()
         return bool(self._check) and digest != ~complement
 
 
@@ -263,7 +246,7 @@ class PartExchange:
         # Where new values are computed, next to the slow weights.
         self._values = make() if on_host else self.difference
         self._own = [
-            slice_within(bucket.master.detach(), bucket.plan.optimizer, part.partition, comm.rank)
+            slice_of(bucket.master.detach(), part.partition, comm.rank, bucket.plan.optimizer)
             for bucket in self._buckets
         ]
         self._sizes = [each.elements for each in part.slices]
@@ -284,7 +267,7 @@ class PartExchange:
                 spec = place.parameter.shard_spec
                 slot = self._plan.partition.slots[self._rank]
                 where = replace(spec, cut=each.elements, slot=slot, holders=(spec.replica.rank,))
-                start, end = where.in_cut()
+                start, end = where.bounds_in_slice()
                 yield place.parameter, ShardTensor(flat[each.start + start : each.start + end], where)
 
     def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[Tensor, Tensor | None]:
@@ -305,12 +288,16 @@ class PartExchange:
             self.difference.copy_(values, non_blocking=True)
 
     @property
-    def kept(self) -> list[Tensor]:
+    def feedback(self) -> list[Tensor]:
+        """What the codec of the exchange has rounded away on this rank."""
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
         """Apply the sum of all islands' differences to the slow weights. Write the new weights to `_values`."""
         values = self._values
+        for bucket in self._buckets:
+            # The device may still copy the weights that `write` or `run_gather` will overwrite.
+            bucket.version.before_write()
         if values is not self.difference:
             values.copy_(self.difference)
         _step(self.slow, self.momentum, values, settings, islands)
@@ -322,12 +309,10 @@ class PartExchange:
 
     def write(self) -> None:
         """Write the new weights to this rank's optimizer slices, if no other rank has the same ones."""
-        self._before_write()
         _copy_all(self._own, self._in(self._values))
 
     def run_gather(self, workspace: Workspace) -> None:
         """Gather the new weights of all ranks with the same optimizer slices, and write them to these."""
-        self._before_write()
         for bound in self.gather:
             start, end = gathered_in(bound.transfer)
             region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
@@ -336,10 +321,6 @@ class PartExchange:
             bound.run(rows.view(-1), rows[bound.members.slot], workspace)
             wholes = [bucket.master.detach().view(len(rows), -1) for bucket in self._buckets]
             _copy_all(wholes, self._in(rows))
-
-    def _before_write(self) -> None:
-        for bucket in self._buckets:
-            bucket.version.before_write()
 
     def written(self) -> None:
         for bucket in self._buckets:

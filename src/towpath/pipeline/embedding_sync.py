@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from towpath.topology.together import AllRanks
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class TiedEnds:
     """The ranks and the modules of the two ends.
 
     `first` and `last` are the ranks of each end in the job, in the order of their data-parallel group. `names` has the
@@ -56,9 +55,9 @@ class Ends:
         return list(zip(self.first, self.last, strict=True))
 
 
-def find_ends(
+def find_tied_ends(
     tied: tuple[str, str], modules: Mapping[int, nn.Module], owners: Sequence[int], mesh: DeviceMesh
-) -> Ends | None:
+) -> TiedEnds | None:
     """Return the ends of tied embeddings, or None. Every rank must call it, and gets the same ends or an error.
 
     `tied` has the names of the shared module in the first and the last stage. For "", the attribute `tied` of the stage
@@ -88,7 +87,7 @@ def find_ends(
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     ranks = mesh[names].mesh if names[0] == "pp" else mesh[names].mesh.T
     ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
-    return Ends(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
+    return TiedEnds(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
 
 
 class TiedEmbeddings:
@@ -99,7 +98,7 @@ class TiedEmbeddings:
 
     def __init__(
         self,
-        ends: Ends,
+        ends: TiedEnds,
         modules: Mapping[int, nn.Module],
         mesh: DeviceMesh,
         precision: Precision | None,
@@ -115,8 +114,7 @@ class TiedEmbeddings:
         # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each new
         # group, and then the others would wait for a rank that makes none.
         mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
-        timeout = timedelta(seconds=Groups(mesh["pp"].get_group()).timeout_seconds)
-        joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
+        joined = new_group(sorted(mine), "tied embeddings", timeout=Groups(mesh["pp"].get_group()).timeout)
         if ends.stage is None:
             return
         if fused:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count as count_up
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from towpath.api import shard
 from towpath.checkpoint.local_state import LocalState
 from towpath.core import presets
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule
 from towpath.core.strategy import Strategy, TransferKind
+from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
@@ -59,15 +60,18 @@ from towpath.pipeline.agreement import (
     exchanged_tensors,
     shapes_of,
 )
-from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
+from towpath.pipeline.embedding_sync import TiedEmbeddings, find_tied_ends
 from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage, local_state_of, prefixes_of, schedule_of
+from towpath.pipeline.stage import TowpathStage, local_state_of, name_prefixes, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.store import StatusStore
 from towpath.topology.together import together
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -154,8 +158,8 @@ class Pipeline(Observable):
             exchanged = exchanged_tensors(modules, count, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
-            self._prefixes = prefixes_of(modules, count, group)
-            ends = find_ends(tied, modules, self.owners, mesh)
+            self._prefixes = name_prefixes(modules, count, group)
+            ends = find_tied_ends(tied, modules, self.owners, mesh)
         self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
         with together(self._everyone, "Pipeline()", _SAME):
@@ -491,6 +495,11 @@ class Pipeline(Observable):
     def engines(self) -> list[Engine]:
         """The engines of this rank's stages, and of tied embeddings that are sharded by themselves."""
         return [engine for stage in self._stages for engine in stage.engines]
+
+    @property
+    def comms(self) -> list[CommContext]:
+        """The communication of the engines of this rank."""
+        return [engine.comm for engine in self.engines]
 
     def prepare_trace(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""

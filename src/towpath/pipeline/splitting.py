@@ -119,7 +119,7 @@ class _SplitStage(nn.Module):
         copied = copy.deepcopy(model, memo={id(t): t for t in (*model.parameters(), *model.buffers())})
         for name in blocks:
             if name not in mine:
-                copied.set_submodule(name, _OtherBlock(order.wrapped))
+                copied.set_submodule(name, _SkippedBlock(order.wrapped))
         for name in () if self._first else order.before:
             copied.set_submodule(name, _EmptyOutput(order.outputs[name]))
         for name in () if self._last else order.after:
@@ -163,7 +163,7 @@ class _SplitStage(nn.Module):
         self._output = output[0] if isinstance(output, tuple) else output
 
 
-class _OtherBlock(nn.Module):
+class _SkippedBlock(nn.Module):
     """The stand-in for a block of another stage, which returns its input."""
 
     def __init__(self, wrapped: bool) -> None:
@@ -255,7 +255,7 @@ class DescribedStages:
     def _root_unit(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> ModelUnit:
         """Describe the root of a stage. The time of the model's root counts for the last stage alone."""
         own = [_without(bucket, tied) for bucket in layout.buckets]
-        spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), kept=True)
+        spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), root=True)
         root = self._whole.units[0]
         if number == count - 1:
             return replace(root, spec=spec)

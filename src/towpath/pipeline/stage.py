@@ -20,10 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from towpath.checkpoint.local_state import (
-    CodecState,
     LocalState,
     NamedTensors,
-    codec_state_of,
     fingerprint,
     named_tensors,
 )
@@ -227,7 +225,7 @@ def schedule_of(engine: Engine, micro_batches: int, passes: Sequence[StagePass],
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
+def name_prefixes(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
     """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
 
     It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
@@ -237,20 +235,6 @@ def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.Proce
     counts = Counter(name for each in gathered for _, name in each)
     unique = all(count == 1 for count in counts.values())
     return ["" if unique else f"{index}." for index in range(stages)]
-
-
-def _sender_state(stage: TowpathStage) -> CodecState:
-    """Return the state that a stage's senders carry from one message to the next, by the name of the sender."""
-
-    def state() -> dict[str, torch.Tensor]:
-        found = stage.senders.items()
-        return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
-
-    def restart() -> None:
-        for sender in stage.senders.values():
-            sender.restart()
-
-    return CodecState(state, restart)
 
 
 def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> NamedTensors:
@@ -279,19 +263,17 @@ def local_state_of(
             f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
         )
 
-    engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
+    engines = {f"stage {s.stage_index}/": s.engine for s in stages}
     twin: dict[str, str] = {}  # the names of tied parameters in the last stage, with their names in the first stage
     if tied is not None and tied.module is not None:
-        engines.append(("tied/", engine_of(tied.module)))
+        engines["tied/"] = engine_of(tied.module)
         first, last = tied.ends.names
         twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
-    states: dict[str, CodecState] = {prefix: codec_state_of(engine) for prefix, engine in engines}
-    states |= {f"messages of stage {s.stage_index}/": _sender_state(s) for s in stages}
 
     def of_this_rank() -> tuple[dict[int, set[str]], dict[str, str], list[str]]:
         names = {s.stage_index: set(_named_in([s], prefixes, twin).all()) for s in stages}
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
-        return names, aliases, [fingerprint(engine) for _, engine in engines]
+        return names, aliases, [fingerprint(engine) for engine in engines.values()]
 
     gathered = AllRanks(groups, "State()", CheckpointError).combine(of_this_rank, list)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
@@ -309,8 +291,8 @@ def local_state_of(
         peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),
         named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
-        engines=tuple(engine for _, engine in engines),
-        states=states,
+        engines=engines,
+        senders={f"messages of stage {s.stage_index}/{n}": sender for s in stages for n, sender in s.senders.items()},
         fingerprint=hashlib.sha256(codec_states.encode()).hexdigest(),
         held=frozenset(lowest),
         # If one engine spans both ends, each of their ranks writes a share of the tied parameters.

@@ -20,8 +20,7 @@ tables.py            results as rows, sentences and JSON
 
 What measures a live cluster and a live model, with torch, for strategy="auto":
 
-choice.py            the choice, on all ranks
+choice.py            the choice, on all ranks; times the units of a model
 cluster_probe.py     measures links, collectives and kernels
 live.py              describes a model from its module
-measure.py           times the units of a model
 """

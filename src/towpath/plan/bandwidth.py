@@ -27,10 +27,6 @@ class Demand:
     needs: Mapping[str, float]
     left: float = 1.0
     rate: float = 0.0
-    signature: tuple[object, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.signature = (self.seconds, *self.needs.items())
 
 
 class BandwidthModel:
@@ -40,7 +36,6 @@ class BandwidthModel:
         self._capacities = dict(capacities)
         self.demands: list[Demand] = []
         self.now = 0.0
-        self._rates_are_set = True
         self._rates: dict[tuple[object, ...], list[float]] = {}  # of demands that ran together before
 
     def alone(self, needs: Mapping[str, float]) -> float:
@@ -50,31 +45,25 @@ class BandwidthModel:
     def start(self, demand: Demand) -> None:
         """Add a demand."""
         self.demands.append(demand)
-        self._rates_are_set = False
 
     def advance(self) -> list[Demand]:
         """Move the time to the next end of a demand, and return the demands that end then."""
-        if not self._rates_are_set:
-            self.set_rates()
+        self.set_rates()
         seconds = min(d.left / d.rate for d in self.demands)
         self.now += seconds
-        ended: list[Demand] = []
         for demand in self.demands:
             demand.left -= seconds * demand.rate
-            if demand.left <= _TINY:
-                ended.append(demand)
-        self.demands = [demand for demand in self.demands if demand not in ended]
-        self._rates_are_set = False
+        ended = [demand for demand in self.demands if demand.left <= _TINY]
+        self.demands = [demand for demand in self.demands if demand.left > _TINY]
         return ended
 
     def set_rates(self) -> None:
         """Give every demand its rate."""
-        together = tuple(demand.signature for demand in self.demands)
+        together = tuple((demand.seconds, *demand.needs.items()) for demand in self.demands)
         if together not in self._rates:
             self._rates[together] = self._computed_rates()
         for demand, rate in zip(self.demands, self._rates[together], strict=True):
             demand.rate = rate
-        self._rates_are_set = True
 
     def _computed_rates(self) -> list[float]:
         # What a demand wants of one resource depends on how fast the other resources let it run. The loop visits all
@@ -230,14 +219,15 @@ class Timeline:
         def more(mine: float, theirs: float) -> float:
             return mine + times * (mine - theirs)
 
-        def more_of(name: str) -> dict[TransferKind, float]:
+        found: dict[str, Any] = {}
+        for name in (*_SECONDS, *_BYTES):
+            found[name] = more(getattr(self, name), getattr(shorter, name))
+        for name in _BYTES:
+            found[name] = round(found[name])
+        for name in ("exposed", "in_flight"):
             mine, theirs = getattr(self, name), getattr(shorter, name)
-            return {kind: more(found, theirs.get(kind, 0.0)) for kind, found in mine.items()}
-
-        seconds = {name: more(getattr(self, name), getattr(shorter, name)) for name in _SECONDS}
-        counts = {name: round(more(getattr(self, name), getattr(shorter, name))) for name in _BYTES}
-        seconds["unlaunched"] = max(0.0, seconds["unlaunched"])
-        return replace(self, **seconds, **counts, exposed=more_of("exposed"), in_flight=more_of("in_flight"))
+            found[name] = {kind: more(seconds, theirs.get(kind, 0.0)) for kind, seconds in mine.items()}
+        return replace(self, **found | {"unlaunched": max(0.0, found["unlaunched"])})
 
     def figures(self) -> dict[str, Any]:
         """Return all fields without the events, for a prediction."""

@@ -119,9 +119,8 @@ def _from_table(table: Mapping[str, Any], path: Path) -> Transformer:
     known = {f.name: f for f in fields(Transformer)}
     if unknown := set(table) - set(known):
         raise ConfigError(f"model: {path}: unknown key {sorted(unknown)[0]!r}; it takes length, {', '.join(known)}.")
-    for name in ("vocabulary", "width", "depth", "heads", "hidden"):
-        if name not in table:
-            raise ConfigError(f"model: {path}: {name} is missing; expected a whole number of at least 1.")
+    if missing := [name for name in _NAMES if name not in table]:
+        raise ConfigError(f"model: {path}: {missing[0]} is missing; expected a whole number of at least 1.")
     return Transformer(**table)
 
 
@@ -193,8 +192,7 @@ def _named(what: str, length: int | None) -> tuple[Transformer, str, int]:
         return shape, found, length or usual
     nearest = spelled[difflib.get_close_matches(" ".join(words), list(spelled), n=1, cutoff=0.0)[0]]
     for start, family in _data()["experts"].items():
-        begins = _words_of(start)
-        if words[: len(begins)] == begins:
+        if words[: len(_words_of(start))] == _words_of(start):
             raise ConfigError(
                 f"model {what!r}: {family} is a mixture of experts, and the planner knows only dense models, in which "
                 f"every token meets every parameter. Expected one such as {nearest}."
@@ -230,7 +228,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     root = _ClusterTable(f"cluster {name}", "", dict(table))
     topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
     memory = int(root.number("memory") * GIB)
-    compute, intra, inter = root.section("compute"), root.section("intra"), root.section("inter")
+    compute, intra, inter = map(root.section, ("compute", "intra", "inter"))
     peak = tuple((dtype, compute.number(dtype) * 1e12) for dtype in FLOATING if dtype in compute.table)
     if not peak:
         raise ConfigError(f"cluster {name}: [compute] needs TFLOP/s of one dtype at least: {', '.join(FLOATING)}.")
@@ -238,30 +236,26 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     reached = compute.number("reached")
     if reached > 1:
         compute.refuse("reached", "a share from 0 to 1")
-    links = (
-        Link(intra.number("gigabytes") * 1e9, intra.number("latency") / 1e6, intra.number("message") / 1e6),
-        Link(inter.number("gigabits") * 1e9 / 8, inter.number("latency") / 1e6, inter.number("message") / 1e6),
-    )
-    racks = None
+    rates = intra.number("gigabytes") * 1e9, inter.number("gigabits") * 1e9 / 8
+    links = [
+        Link(rate, section.number("latency") / 1e6, section.number("message") / 1e6)
+        for rate, section in zip(rates, (intra, inter), strict=True)
+    ]
+    racks = host_memory = None
     if "racks" in root.table:
         section = root.section("racks")
         racks = Racks(section.count("nodes"), section.number("gigabits") * 1e9 / 8)
-        section.end()
         topology = racks.topology(topology.nodes, topology.ranks_per_node)
-    host_memory = None
     if "host" in root.table:
         section = root.section("host")
         host_memory = OffloadMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
-        section.end()
     launching = Launching()
     if "launch" in root.table:
         section = root.section("launch")
         told = [each.name for each in fields(Launching) if each.name in section.table]
         launching = replace(launching, **{name: section.number(name) / 1e6 for name in told})
-        section.end()
     codecs = _codecs(root, copies)
-    for section in (compute, intra, inter, root):
-        section.end()
+    root.end()
     hardware = Hardware(
         topology,
         *links,
@@ -285,7 +279,6 @@ def _codecs(root: _ClusterTable, copies: float) -> tuple[tuple[str, CodecSpeed],
             if not (isinstance(pair, list) and len(pair) == 2 and all(_is_positive(rate) for rate in pair)):
                 section.refuse(codec, "[encode, decode], in 10⁹ elements a second", pair)
             speeds[codec] = CodecSpeed(pair[0] * 1e9, pair[1] * 1e9)
-        section.end()
     return tuple(speeds.items())
 
 
@@ -294,6 +287,7 @@ class _ClusterTable:
 
     def __init__(self, file: str, name: str, table: dict[str, Any]) -> None:
         self._file, self._name, self.table = file, name, table
+        self._sections: list[_ClusterTable] = []
 
     def take(self, key: str) -> Any:
         return self.table.pop(key, None)
@@ -314,7 +308,8 @@ class _ClusterTable:
         value = self.take(key)
         if not isinstance(value, dict):
             raise ConfigError(f"{self._file}: expected a section [{key}]; got {value!r}.")
-        return _ClusterTable(self._file, key, dict(value))
+        self._sections.append(_ClusterTable(self._file, key, dict(value)))
+        return self._sections[-1]
 
     def refuse(self, key: str, expected: str, value: Any = None) -> NoReturn:
         where = f"{self._name}.{key}" if self._name else key
@@ -322,9 +317,10 @@ class _ClusterTable:
         raise ConfigError(f"{self._file}: {where}: {got}; expected {expected}.")
 
     def end(self) -> None:
-        if self.table:
-            where = f"[{self._name}] " if self._name else ""
-            raise ConfigError(f"{self._file}: {where}unknown key {next(iter(self.table))!r}.")
+        for each in (*self._sections, self):
+            if each.table:
+                where = f"[{each._name}] " if each._name else ""
+                raise ConfigError(f"{self._file}: {where}unknown key {next(iter(each.table))!r}.")
 
 
 def _is_positive(value: Any) -> bool:

@@ -127,21 +127,16 @@ class _Prober:
         self._points: list[Point] = []
         self._spent = 0.0  # seconds that the last measurement took
         self._host = homes[0][1]
-        self._everyone = (tuple(range(groups.world)),)
 
     def run(self) -> Profile:
-        parts = [
-            partial(self._links, "inter", self._budget * _SHARES["inter"]),
-            partial(self._links, "intra", self._budget * _SHARES["intra"]),
-            partial(self._collectives, self._budget * _SHARES["collectives"]),
-            self._codecs,
-            self._memory,
-            self._compute,
-            self._launches,
-        ]
-        for part in parts:
-            part()
-        memory = self._memory_of_a_rank()
+        for which in ("inter", "intra"):
+            self._links(which, self._budget * _SHARES[which])
+        self._collectives(self._budget * _SHARES["collectives"])
+        self._codecs()
+        self._memory()
+        self._compute()
+        if self._device.type == "cuda":
+            self._launches()
         return Profile(
             self._topology,
             self._device.type,
@@ -149,7 +144,7 @@ class _Prober:
             datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
             os.cpu_count() or 1,
             self._ranks_on_host,
-            memory,
+            self._memory_of_a_rank(),
             tuple(self._points),
             self._budget,
         )
@@ -159,7 +154,7 @@ class _Prober:
         which = "inter" if profile.has("inter, all") else "intra"
         points = profile.of(f"{which}, all")
         then = max((p for p in points if p.usual <= _CHECK_SECONDS), default=points[0], key=lambda p: p.size)
-        self._measure(then.what, then.size, self._exchange(*self._neighbors(which), then.size, 1))
+        self._measure(then.what, then.size, self._exchange(which, then.size, 1))
         now = self._points[-1].usual
         return 1 / _MOST_CHANGED <= now / then.usual <= _MOST_CHANGED
 
@@ -170,13 +165,12 @@ class _Prober:
         topology = self._topology
         if (topology.nodes if which == "inter" else topology.ranks_per_node) == 1:
             return
-        to, origin = self._neighbors(which)
         alone = (topology.local_of if which == "inter" else topology.node_of)(self._rank) == 0
         for name, takes_part in (("one", alone), ("all", True)):
             for size in self._sizes(seconds / 3):
-                work = self._exchange(to, origin, size, 1) if takes_part else _nothing
+                work = self._exchange(which, size, 1) if takes_part else _nothing
                 self._measure(f"{which}, {name}", size, work)
-        work = self._exchange(to, origin, SMALLEST, SEVERAL) if alone else _nothing
+        work = self._exchange(which, SMALLEST, SEVERAL) if alone else _nothing
         self._measure(f"{which}, several", SMALLEST, work)
 
     def _neighbors(self, which: str) -> tuple[int, int]:
@@ -187,7 +181,8 @@ class _Prober:
             return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
         return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
 
-    def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
+    def _exchange(self, which: str, size: int, count: int) -> Work:
+        to, origin = self._neighbors(which)
         sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         received = [torch.empty_like(tensor) for tensor in sent]
 
@@ -253,26 +248,20 @@ class _Prober:
     def _compute(self) -> None:
         side = _SIDE[self._device.type]
         for dtype in (torch.float32, torch.bfloat16):
-            product = self._product(dtype)
+            a, b, out = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(3))
+            product = partial(torch.mm, a, b, out=out)
             self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
                 self._measure(TOGETHER, side, product, least_seconds=_TOGETHER_SECONDS)
 
-    def _product(self, dtype: torch.dtype) -> Work:
-        side = _SIDE[self._device.type]
-        a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
-        out = torch.empty_like(a)
-        return lambda: torch.mm(a, b, out=out)
-
     def _launches(self) -> None:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
-        if self._device.type == "cpu":
-            return
         region, shard = (torch.zeros(n, device=self._device) for n in (_SHORT * self._groups.world, _SHORT))
         works: dict[str, Any] = {LAUNCHED_KERNEL: partial(shard.add_, 1)}
         if self._groups.world > 1:
             which = "inter" if self._topology.nodes > 1 else "intra"
-            group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
+            everyone = (tuple(range(self._groups.world)),)
+            group = self._groups.of(everyone, which, self._groups.backend(self._device))
             works[LAUNCHED_CALL] = lambda: all_gather_single(region, shard, group)
         for what, work in works.items():
             work()  # makes connections
@@ -334,7 +323,7 @@ class _Prober:
         """Return the busy seconds of all processors of this host, with the kernel's work for the network."""
         if self._device.type != "cpu":
             return 0.0  # processors do not move the bytes
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+        fields = Path("/proc/stat").read_text().split(maxsplit=8)[1:8]
         user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
@@ -402,10 +391,6 @@ def collectives_to_measure(
     closed before those of the next mesh are made, since each communicator of NCCL holds memory of the device.
     """
     form = form_for(groups.backend(device))
-
-    def group_of(ranks: tuple[tuple[int, ...], ...], purpose: str = "") -> dist.ProcessGroup:
-        return groups.of(ranks, _PURPOSE)
-
     by_mesh: dict[GroupMesh, list[tuple[Op, str, GroupCollective]]] = defaultdict(list)
     for (op, mesh, route), move in planned_collectives(topology, form).items():
         by_mesh[mesh].append((op, route, move))
@@ -413,10 +398,9 @@ def collectives_to_measure(
     for mesh, planned in sorted(by_mesh.items(), key=lambda item: item[0].grid.nodes > 1):
         works: list[tuple[str, Callable[[int], Work]]] = []
         for op, route, move in planned:
-            payload = Range("", "probe", move.members, "float32")
-            transport = Transport(cast(Route, route))
+            payload, transport = Range("", "probe", move.members, "float32"), Transport(cast(Route, route))
             transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology, form=form)
-            members = group_rank(transfer, groups.rank, group_of)
+            members = group_rank(transfer, groups.rank, lambda ranks, purpose="": groups.of(ranks, _PURPOSE))
             works.append((collective_name(op.value, mesh, route), _collective(transfer, members, device)))
         yield len(planned) / left, works
         left -= len(planned)

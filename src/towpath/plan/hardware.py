@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import log
 
 from towpath.core.costs import Launches
-from towpath.core.formats import DIFFERENCES, VALUES, Coding, Shares
+from towpath.core.formats import DIFFERENCES, VALUES
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
@@ -154,9 +154,6 @@ class Hardware:
     launching: Launching | None = None
     # Collectives that were measured on this cluster. They correct the costs of the same collectives.
     measured: MeasuredCollectives | None = None
-    # The bytes of exact messages as a share of their values, as a run of the same model has measured them. Default: as
-    # expected on paper.
-    encoded_shares: Shares = ()
 
     @property
     def form(self) -> Form:
@@ -196,10 +193,6 @@ class Hardware:
                 "with it, or describe it under [codecs]."
             )
         return speed
-
-    def share_of(self, coding: Coding) -> float:
-        """Return the bytes of encoded messages as a share of their values: as measured, or else as expected."""
-        return dict(self.encoded_shares).get(coding, coding.share)
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
@@ -273,7 +266,6 @@ class Cluster:
         memory: Bytes of memory per rank.
         peak: The described peak FLOP/s of a rank, by dtype.
         reached: The share of the peak that matrix products reach.
-        estimated: Estimated FLOP/s of other dtypes.
     """
 
     name: str
@@ -281,7 +273,6 @@ class Cluster:
     memory: int
     peak: tuple[tuple[str, float], ...]
     reached: float
-    estimated: tuple[tuple[str, float], ...] = ()
 
     @property
     def topology(self) -> Topology:
@@ -297,7 +288,7 @@ class Cluster:
         Raises:
             ConfigError: If the description does not have this dtype.
         """
-        peaks = dict(self.estimated) | dict(self.peak)
+        peaks = dict(self.peak)
         if dtype not in peaks:
             raise ConfigError(
                 f"cluster {self.name}: [compute] says nothing of {dtype}; it has {', '.join(peaks)}. Add a line "
@@ -318,7 +309,3 @@ class Cluster:
     def at_rate(self, rate: float) -> Cluster:
         """Return the same cluster with links between nodes of another rate, in bytes a second."""
         return replace(self, hardware=replace(self.hardware, inter=replace(self.hardware.inter, rate=rate)))
-
-    def with_encoded_shares(self, shares: Shares) -> Cluster:
-        """Return the cluster with these measured shares of exact messages."""
-        return replace(self, hardware=replace(self.hardware, encoded_shares=shares))

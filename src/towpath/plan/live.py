@@ -9,8 +9,9 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -62,15 +63,11 @@ def describe_module(
     return Model(name or type(model).__name__, length or tokens, traced.units(layouts, tokens))
 
 
-# FLOPs of a token's forward pass: a product and a sum.
-_FLOPS_PER_PARAMETER = 2
-
-
 def describe_by_parameters(model: nn.Module, layouts: Sequence[UnitLayout], tokens: int) -> Model:
     """Describe a module whose inputs are unknown: each parameter is multiplied once, and no activations are kept."""
     units = [ModelUnit(layout.spec, 0.0, 0.0, 0.0, modules=len(layout.modules)) for layout in layouts]
-    counted = (replace(unit, flops=_FLOPS_PER_PARAMETER * unit.numel) for unit in units)
-    return Model(type(model).__name__, tokens, tuple(counted))
+    # A product and a sum for each parameter.
+    return Model(type(model).__name__, tokens, tuple(replace(unit, flops=2 * unit.numel) for unit in units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,7 @@ def trace(
             return _empty_like(value, precision, where)
         return value
 
-    # `from_tensor` would keep weak references to parameters, which `shard` exchanges later.
+    # FakeTensorMode's `from_tensor` would keep weak references to parameters, which `shard` exchanges later.
     with mode:
         fakes = {id(t): _empty_like(t, precision, where) for t in (*model.parameters(), *model.buffers())}
         given = tree_map(faked, tuple(inputs))
@@ -330,13 +327,9 @@ def _track_units(
     layouts: Sequence[UnitLayout], kept: _KeptActivations, calls: dict[nn.Module, ModuleCall]
 ) -> Generator[None]:
     """Tell `kept` which unit runs, in the forward pass and in the backward pass that follows."""
-    handles: list[Any] = []
 
-    def enters(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            kept.enter(name, args)
-
-        return hook
+    def enters(name: str, module: nn.Module, args: Any) -> None:
+        kept.enter(name, args)
 
     def leaves(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         unit = kept.inside[-1]
@@ -350,15 +343,12 @@ def _track_units(
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(backward_begins)
 
-    for layout in layouts:
-        for module in layout.modules if layout.name else ():
-            handles.append(module.register_forward_pre_hook(enters(layout.name)))
-            handles.append(module.register_forward_hook(leaves, with_kwargs=True))
-    try:
+    with ExitStack() as handles:  # a handle removes its hook when its context ends
+        for layout in layouts:
+            for module in layout.modules if layout.name else ():
+                handles.enter_context(module.register_forward_pre_hook(partial(enters, layout.name)))
+                handles.enter_context(module.register_forward_hook(leaves, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _empty_like(tensor: torch.Tensor, precision: Precision, where: torch.device) -> torch.Tensor:

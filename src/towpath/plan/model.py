@@ -37,13 +37,9 @@ class LinearSeconds:
         """Return the seconds for some number of tokens."""
         return self.fixed + self.per_token * tokens
 
-    def times(self, share: float) -> LinearSeconds:
-        """Return a share of these seconds."""
-        return LinearSeconds(share * self.fixed, share * self.per_token)
-
-    def plus(self, other: LinearSeconds) -> LinearSeconds:
-        """Return the sum of both."""
-        return LinearSeconds(self.fixed + other.fixed, self.per_token + other.per_token)
+    def plus(self, other: LinearSeconds, times: float = 1.0) -> LinearSeconds:
+        """Return the sum of these seconds and of `times` the others."""
+        return LinearSeconds(self.fixed + times * other.fixed, self.per_token + times * other.per_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +55,8 @@ class MeasuredPasses:
 
     def times(self, share: float) -> MeasuredPasses:
         """Return a share of these seconds."""
-        return replace(self, forward=self.forward.times(share), backward=self.backward.times(share))
+        nothing = LinearSeconds(0.0, 0.0)
+        return replace(self, forward=nothing.plus(self.forward, share), backward=nothing.plus(self.backward, share))
 
     def plus(self, other: MeasuredPasses) -> MeasuredPasses:
         """Return the sum of both."""
@@ -288,8 +285,8 @@ class Transformer:
         leaves = {n: shape for n, shape in (*before, *after) if prod(shape) >= LARGE_LEAF and n not in tied}
         small = [shape for n, shape in (*before, *after) if n not in leaves]
         numels = [*map(prod, small), *([self.width] * (2 if self.biases else 1) if last else [])]
-        spec = UnitSpec("", (_bucket(numels, small),) if numels else (), kept=True)
-        root = ModelUnit(spec, 0.0, 0.0 if last or not first else 2 * self.width, 0)
+        spec = UnitSpec("", (_bucket(numels, small),) if numels else (), root=True)
+        root = ModelUnit(spec, 0.0, 2 * self.width if first else 0.0, 0)
         if last:
             root = ModelUnit(
                 spec,
@@ -309,9 +306,8 @@ class Transformer:
 
     def _leaf(self, name: str, shape: tuple[int, int]) -> ModelUnit:
         """Return an embedding, or the output layer with the name "head", as a unit of its own."""
-        lookup = name != "head"
-        spec = UnitSpec(name, (_bucket([prod(shape)], [shape]),), leaf=True, lookup=lookup)
-        if lookup:
+        spec = UnitSpec(name, (_bucket([prod(shape)], [shape]),), leaf=True, lookup=name != "head")
+        if spec.lookup:
             return ModelUnit(spec, 0.0, 0.0, 0.0)
         return ModelUnit(spec, 2.0 * prod(shape), self.width, self.width, kept_input=self.width)
 
@@ -337,16 +333,16 @@ def _combined(block: ModelUnit, batch: Sequence[int]) -> ModelUnit:
 def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, checkpointing: bool) -> ComputeSeconds:
     """Return the seconds that one rank computes in a micro-step if nothing else runs, without the optimizer."""
     passes: list[tuple[float, float]] = []
-    measured: list[tuple[float, float]] = []  # the processor's share of a unit's passes, and their seconds
+    took = worked = 0.0  # the measured seconds, and those of the processor
     for unit in model.units:
         if unit.measured is None:
             forward = unit.flops * tokens / cluster.flops_of(dtype)
             backward = _BACKWARD * forward
         else:
             forward, backward = unit.measured.forward.at(tokens), unit.measured.backward.at(tokens)
-            measured.append((unit.measured.share, forward + backward))
+            took += forward + backward
+            worked += unit.measured.share * (forward + backward)
         passes.append((forward, backward))
-    took = sum(seconds for _, seconds in measured)
     (root_forward, root_backward), *others = passes
     # Checkpointing adds one more forward pass of each block.
     again = [checkpointing * (not unit.spec.leaf) for unit in model.units[1:]]
@@ -355,7 +351,7 @@ def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, che
         backward=(root_backward, *(b + times * f for times, (f, b) in zip(again, others, strict=True))),
         forward_end=root_forward,
         backward_end=0.0,
-        share=sum(share * seconds for share, seconds in measured) / took if took else 1.0,
+        share=worked / took if took else 1.0,
     )
 
 

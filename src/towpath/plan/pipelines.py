@@ -310,7 +310,7 @@ class Pipelines:
         shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
         moved = TransferShape.of_move(shape, Transport(), tokens * width, request.compute_dtype, hardware.form)
         summed = seconds_alone(phase_costs(moved, hardware), hardware)
-        sums = [2 * summed * unit.modules * (not unit.spec.kept and not unit.spec.leaf) for unit in model.units]
+        sums = [2 * summed * unit.modules * (not unit.spec.root and not unit.spec.leaf) for unit in model.units]
         return replace(
             seconds,
             forward=[a + b for a, b in zip(seconds.forward, sums, strict=True)],
@@ -340,7 +340,7 @@ class Pipelines:
     def _tied_unit(self, layout: Layout, staged: StagedModel) -> tuple[Strategy, UnitSpec]:
         """Return how `pipeline/embedding_sync.py` shards tied embeddings: over both ends, or over each end."""
         stage = self._stage_topology(layout)
-        spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), kept=True)
+        spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), root=True)
         if layout.plain_compression.fused_embeddings:
             return presets.strategy("zero1", Topology(2 * stage.nodes, stage.ranks_per_node)), spec
         return presets.strategy("ddp", stage), spec

@@ -6,7 +6,7 @@ these ranks walks its operations (`core/passes.py`), and its engines execute wha
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -61,14 +61,11 @@ class ComputeSeconds:
 
         A backward pass has twice as many. If it recomputes the forward pass, it has three times as many.
         """
-        backward = 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
-        match compute.part:
-            case PassPart.FORWARD:
-                return 1.0
-            case PassPart.BACKWARD:
-                return backward
-            case PassPart.FORWARD_END | PassPart.BACKWARD_END:
-                return 0.0  # the root has few, and the other part of its pass counts them
+        if compute.part in (PassPart.FORWARD_END, PassPart.BACKWARD_END):
+            return 0.0  # the root has few, and the other part of its pass counts them
+        if compute.part is PassPart.FORWARD:
+            return 1.0
+        return 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
 
 
 def computed(
@@ -78,7 +75,7 @@ def computed(
     if not isinstance(action, Compute):
         yield from engine.execute(action, micro_step)
         return
-    name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
+    name = f"{action.part.value} of {engine.plans[action.unit].spec.name or 'root'}"
     yield from engine.compute(seconds.of(action), name, seconds.share)
     yield from engine.launch_kernels(action.unit, seconds.kernels(action))
 
@@ -115,9 +112,7 @@ class ReplayedStep:
         It has the ranks' mean computation, the waits of the rank that waits longest, and all transfers and bytes.
         """
         longest = max(self.ranks, key=lambda rank: sum(rank.exposed.values()))
-        in_flight: Counter[TransferKind] = Counter()
-        for rank in self.ranks:
-            in_flight.update(rank.in_flight)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        kinds = {kind for rank in self.ranks for kind in rank.in_flight}
         names = "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
         sent: dict[str, Any] = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
         return Timeline(
@@ -125,7 +120,7 @@ class ReplayedStep:
             fmean(rank.computed for rank in self.ranks),
             **sent,
             exposed=dict(longest.exposed),
-            in_flight=dict(in_flight),
+            in_flight={k: sum(rank.in_flight.get(k, 0.0) for rank in self.ranks) for k in TransferKind if k in kinds},
             launching=max(rank.launching for rank in self.ranks),
             unlaunched=max(rank.unlaunched for rank in self.ranks),
         )
@@ -155,16 +150,14 @@ class Replay:
                 if isinstance(each, RunPass):
                     self._passes[each.stage_pass.stage].append(each.stage_pass)
                     self._owners[each.stage_pass.stage] = rank
-        self._locations = [
-            StageLocation.of(f"rank {rank}", stages[i].ranks, hardware) if walk else EVERYWHERE
-            for i, rank in sorted(self._owners.items())
-        ]
-        capacities: dict[str, float] = {} if walk else hardware.capacities
-        for location in self._locations if walk else ():
-            capacities |= location.capacities(hardware)
+        self._locations, capacities = [EVERYWHERE], hardware.capacities
+        if walk:
+            homes = sorted(self._owners.items())
+            self._locations = [StageLocation.of(f"rank {rank}", stages[i].ranks, hardware) for i, rank in homes]
+            capacities = {what: rate for each in self._locations for what, rate in each.capacities(hardware).items()}
         self._bandwidth = BandwidthModel(capacities)
         self._timelines = {rank: Timeline() for rank in self._owners.values()}
-        self._links = MessageLinks(self._bandwidth, by_sockets=hardware.cores is not None)
+        self._links = MessageLinks(self._bandwidth, by_sockets=hardware.cores is not None)  # gloo's
         self._loss = _Signal()
         self._launchers = {rank: LaunchingThread(hardware.launching) for rank in self._timelines}
         self._engines = {i: self._engine(i, rank) for i, rank in sorted(self._owners.items())}
@@ -187,23 +180,12 @@ class Replay:
         return costs
 
     def _engine(self, index: int, rank: int) -> SimulatedEngine:
-        stage, location = self._stages[index], self._locations[index]
-        # The topology of the stage's ranks: equally many on each of its nodes, and on each host.
-        own, suffix = self._hardware, ""
-        if self._walk:
-            topology = own.topology.of(stage.ranks)
-            own, suffix = replace(own, topology=topology, ranks_sharing=location.ranks_on_host), f", stage {index}"
-        return SimulatedEngine(
-            stage.strategy,
-            stage.plans,
-            own,
-            self._bandwidth,
-            self._timelines[rank],
-            location,
-            suffix,
-            copies=stage.parts,
-            thread=self._launchers[rank],
-        )
+        stage, location, own = self._stages[index], self._locations[index], self._hardware
+        if self._walk:  # the stage's ranks: equally many on each of its nodes, and on each host
+            own = replace(own, topology=own.topology.of(stage.ranks), ranks_sharing=location.ranks_on_host)
+        clock = self._bandwidth, self._timelines[rank], location, f", stage {index}" if self._walk else ""
+        thread = self._launchers[rank]
+        return SimulatedEngine(stage.strategy, stage.plans, own, *clock, copies=stage.parts, thread=thread)
 
     def run(self) -> ReplayedStep:
         """Replay the step, with the optimizer's part."""
@@ -378,11 +360,8 @@ class MessageLinks:
         assert queued.began is not None
         queued.ended = True
         crosses = any(transfer.inter_bytes for transfer in queued.transfers)
-        unit, micro_batch = f"stage {queued.message.source}", queued.message.micro_batch
-        now = self._bandwidth.now
-        queued.timeline.sent(
-            Event("messages", queued.title, queued.began, now, queued.kind, unit, micro_batch, crosses)
-        )
+        what = queued.kind, f"stage {queued.message.source}", queued.message.micro_batch, crosses
+        queued.timeline.sent(Event("messages", queued.title, queued.began, self._bandwidth.now, *what))
 
 
 @dataclass(slots=True, eq=False)

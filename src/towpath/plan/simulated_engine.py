@@ -12,7 +12,7 @@ launch, which follows all earlier ones.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -97,7 +97,7 @@ class SimulatedEngine:
         thread: LaunchingThread | None = None,
         outer: OuterPlan | None = None,
     ) -> None:
-        assert plans[0].spec.kept
+        assert plans[0].spec.root
         self._outer = outer
         self.plans, self._hardware, self._bandwidth, self._timeline = plans, hardware, bandwidth, timeline
         self._location, self._suffix, self._copies = location, suffix, copies
@@ -130,8 +130,7 @@ class SimulatedEngine:
             case ApplyOuter(fragment, _, gather):
                 yield from self._compute_outer(fragment, _APPLIED_COPIES)
                 if gather is not None:
-                    yield from self.launch(self._launches_of(gather) + _TASK)
-                    self._submit(gather, micro_step)
+                    yield from self.execute(Submit(gather), micro_step)
                     yield from self._wait(gather)
             case Wait(task):
                 yield from self._wait(task)
@@ -142,18 +141,15 @@ class SimulatedEngine:
             case AgreeOnSizes(units, task):
                 yield from self._agree_on_sizes(units, task, micro_step)
             case SaveBackwardCopy(unit):
-                copied = sum(
+                yield from self._copy(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
                     for b in self.plans[unit].buckets
                     if b.backward_copy is not None
                 )
-                yield from self.launch(Launches(operations=1))
-                yield from self.compute(copied / self._hardware.memory_rate, "copies")
             case OpenGradients(unit):  # copied into their slot
-                yield from self.launch(Launches(operations=1))
-                copied = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
-                yield from self.compute(copied / self._hardware.memory_rate, "copies")
-            case _:
+                buckets = [b for b in self.plans[unit].buckets if b.spec.trainable]
+                yield from self._copy(b.numel * item_bytes(b.reduce_dtype) for b in buckets)
+            case _:  # the engine's own books
                 pass
 
     def launch(self, launches: Launches, passes: int = 0) -> Iterator[Demand]:
@@ -188,27 +184,28 @@ class SimulatedEngine:
         self._timeline.computed += self._bandwidth.now - began
         self._timeline.events.append(Event("compute", f"{name}{self._suffix}", began, self._bandwidth.now))
 
+    def _copy(self, nbytes: Iterable[int]) -> Iterator[Demand]:
+        yield from self.launch(Launches(operations=1))
+        yield from self.compute(sum(nbytes) / self._hardware.memory_rate, "copies")
+
     def _wait(self, task: Task) -> Iterator[QueuedTask]:
         waited = task.handle
-        if not isinstance(waited, QueuedTask):  # of an earlier step
-            return
-        if waited.ended:
+        if not isinstance(waited, QueuedTask) or waited.ended:  # another handle is of an earlier step
             return
         # The tasks before it come first, so that the time spent waiting counts for the kind that caused it.
         for earlier in task.after:
             yield from self._wait(earlier)
-        if waited.ended:
-            return
         began = self._bandwidth.now
-        yield waited
-        self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
+        if not waited.ended:
+            yield waited
+            self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
 
     def _compute_outer(self, fragment: int, copies: float) -> Iterator[Demand]:
         """Compute before or after an exchange between islands, as long as `copies` copies of a rank's part of it."""
         assert self._outer is not None
         yield from self.launch(Launches(operations=round(copies)))
-        moved = copies * self._outer.fragments[fragment].rank_bytes
-        yield from self.compute(moved / self._hardware.memory_rate, "outer steps")
+        rank_bytes = self._outer.fragments[fragment].rank_bytes
+        yield from self.compute(copies * rank_bytes / self._hardware.memory_rate, "outer steps")
 
     def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
@@ -245,12 +242,10 @@ class SimulatedEngine:
         for name, sent in zip(_BYTES, zip(*(sent for _, sent in found), strict=True), strict=False):
             setattr(self._timeline, name, getattr(self._timeline, name) + copies * sum(sent))
         if extra := self._queue_seconds(task):
-            costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
+            costs.append(self._working(extra))
         if (copied := self._host_copies(task)) is not None:
-            if task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):  # the copy brings what they send
-                costs.appendleft(copied)
-            else:
-                costs.append(copied)
+            brings = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)  # what they send
+            costs.insert(0 if brings else len(costs), copied)
         waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
         queued = QueuedTask(task, micro_step, costs, last, crosses=any(cost.crosses for cost in costs))
@@ -267,10 +262,10 @@ class SimulatedEngine:
             if transfer.kind in OUTER_KINDS:  # between islands. A probe has measured other groups.
                 hardware = replace(hardware, topology=transfer.topology, measured=None)
             phases = phase_costs(TransferShape.of(transfer), hardware)
-            own = [PhaseCost(0.0, {PROCESSOR: hardware.processor(work)})] if (work := hardware.transfer_work) else []
+            own = [self._working(work)] if (work := hardware.transfer_work) else []
             every = self._lanes.communicators(transfer)
             phases = [replace(phase, communicators=_called(transfer, every, phase)) for phase in (*own, *phases)]
-            saved = 0.0 if transfer.coding is None else 1.0 - hardware.share_of(transfer.coding)
+            saved = 0.0 if transfer.coding is None else 1.0 - transfer.coding.share
             inter, intra = transfer.inter_bytes, transfer.intra_bytes
             inside = round(saved * intra) if transfer.encoded_inside else 0
             self._costs[transfer] = phases, (inter, intra, round(saved * inter), inside)
@@ -307,8 +302,9 @@ class SimulatedEngine:
         self._timeline.host_copy_bytes += copied
         seconds = copied / self._hardware.offloading.copy_rate
         # A device copies while it computes. Processors can do nothing else meanwhile.
-        if self._hardware.cores is None:
-            return PhaseCost(seconds, {})
+        return PhaseCost(seconds, {}) if self._hardware.cores is None else self._working(seconds)
+
+    def _working(self, seconds: float) -> PhaseCost:
         return PhaseCost(0.0, {PROCESSOR: self._hardware.processor(seconds)})
 
     def start_ready(self) -> None:
@@ -320,17 +316,16 @@ class SimulatedEngine:
             for queued in list(self._waiting()):
                 if id(queued) in busy or not self._may_go_on(queued):
                     continue
+                if queued.costs and any(self._calls[c][0] is not queued for c in queued.costs[0].communicators):
+                    continue
+                queued.began = self._bandwidth.now if queued.began is None else queued.began
                 if not queued.costs:
-                    queued.began = self._bandwidth.now if queued.began is None else queued.began
                     self._end(queued)
                     again = True
-                    continue
-                if any(self._calls[each][0] is not queued for each in queued.costs[0].communicators):
                     continue
                 cost = queued.running = queued.costs.popleft()
                 demand = phase_demand(self._bandwidth, replace(cost, needs=self._location.named(cost.needs)))
                 self._bandwidth.start(demand)
-                queued.began = self._bandwidth.now if queued.began is None else queued.began
                 self._started[demand] = queued
                 busy.add(id(queued))
 
@@ -370,7 +365,7 @@ class SimulatedEngine:
         assert queued.began is not None
         queued.ended, queued.before = True, None
         task, now = queued.task, self._bandwidth.now
-        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
+        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].spec.name
         name = f"{task.kind.value} of {unit or 'root'}{self._suffix}"
         track = f"{QUEUES[task.kind]}{self._suffix}"
         self._timeline.sent(Event(track, name, queued.began, now, task.kind, unit, queued.micro_step, queued.crosses))

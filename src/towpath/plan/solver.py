@@ -82,7 +82,7 @@ class Candidates:
         # Units by size, and whether they are gathered once, for both passes. Only trainable parameters count, because
         # frozen ones may be sharded inside the node.
         self._units = Counter(
-            (unit.trainable if model.trainable else unit.numel, unit.spec.kept or unit.spec.leaf)
+            (unit.trainable if model.trainable else unit.numel, unit.spec.root or unit.spec.leaf)
             for unit in model.units
         )
         self._largest = max(numel for numel, _ in self._units)

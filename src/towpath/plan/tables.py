@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
@@ -109,7 +109,7 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
 def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
     """Return a sentence about the bits that exact messages of these steps are expected to take, if there are any."""
     compute, reduce, _ = solver.request.precision.dtypes(solver.request.own)
-    hardware = solver.cluster.hardware
+    form = solver.cluster.hardware.form
     shares: dict[tuple[str, str], float] = {}
     for step in steps:
         shapes = move_shapes(step.strategy.placement, step.strategy.topology)
@@ -117,15 +117,9 @@ def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
             dtype, transport = reduce if kind in GRADIENTS else compute, step.strategy.transport(kind)
             for shape in shapes[kind]:
                 large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
-                coding = transport.coding(shape.op, shape.grid, large, dtype, hardware.form)
-                shares |= {} if coding is None else {coding: hardware.share_of(coding)}
-    seen = {key: share for key, share in shares.items() if key in dict(hardware.encoded_shares)}
-    on_paper = {key: share for key, share in shares.items() if key not in seen}
-    return [
-        f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."
-        for where, found in (("on paper", on_paper), ("as measured", seen))
-        if found
-    ]
+                coding = transport.coding(shape.op, shape.grid, large, dtype, form)
+                shares |= {} if coding is None else {coding: coding.share}
+    return [f"Exact transports lose nothing. Expected on paper: {in_bits(shares)}."] if shares else []
 
 
 def _gigabytes(most: int, saved: int, nodes: int, digits: int) -> str:
@@ -142,10 +136,9 @@ def mfu(step: Prediction, solver: Solver) -> float:
 
 def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a prediction as data for JSON."""
-    layout: dict[str, Any] = {}
-    if isinstance(step, PipelinePrediction):
-        layout = {"layout": asdict(replace(step.layout, strategy=step.strategy.name))}
-    return layout | {
+    staged = isinstance(step, PipelinePrediction)
+    return {
+        **({"layout": asdict(replace(step.layout, strategy=step.strategy.name))} if staged else {}),
         "strategy": step.strategy.name,
         "toml": step.strategy.to_toml(),
         "placement": {name: [e.local, e.nodes] for name, e in step.strategy.placement.extents()},
@@ -172,7 +165,7 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
     """Compare predicted steps, transfer by transfer and part by part."""
     nodes, rows = solver.cluster.topology.nodes, list[tuple[str, ...]]()
 
-    def add(name: str, cells: Sequence[str]) -> None:
+    def add(name: str, cells: Iterable[str]) -> None:
         rows.append((name, *cells))
 
     add("P, G, OS", [extents(p.strategy) for p in steps])
@@ -184,8 +177,10 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
         add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PipelinePrediction) else "–" for p in steps])
     for kind in [kind for kind in TransferKind if any(kind in p.in_flight for p in steps)]:
         each = [(p.in_flight.get(kind), p.exposed.get(kind, 0.0)) for p in steps]
-        told = ["–" if ran is None else f"{seconds(ran)} in flight, {seconds(late)} exposed" for ran, late in each]
-        add(f"  {kind.value}", told)
+        add(
+            f"  {kind.value}",
+            ("–" if ran is None else f"{seconds(ran)} in flight, {seconds(late)} exposed" for ran, late in each),
+        )
     if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
         add("  launching", [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps])
     add("GB out of a node", [_gigabytes(p.inter_bytes, p.saved_inter_bytes, nodes, 4) for p in steps])
@@ -204,10 +199,9 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
     for step in steps:
         if step.peak_bytes > solver.request.memory:
             return _does_not_fit(step, solver)
-    faster, *others = sorted(steps, key=lambda step: step.seconds)
-    if not others:
-        return f"{title(faster)} waits {seconds(sum(faster.exposed.values()))} of {seconds(faster.seconds)}."
-    (slower,) = others
+    if len(steps) == 1:
+        return f"{title(steps[0])} waits {seconds(sum(steps[0].exposed.values()))} of {seconds(steps[0].seconds)}."
+    faster, slower = sorted(steps, key=lambda step: step.seconds)
     if slower.seconds - faster.seconds < 0.005 * faster.seconds:
         return "They take the same time, within half a percent."
     gain = {kind: waits - faster.exposed.get(kind, 0.0) for kind, waits in slower.exposed.items()}
@@ -217,16 +211,14 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
 
 
 def _does_not_fit(step: Prediction, solver: Solver) -> str:
-    limit, staged = solver.request.memory, isinstance(step, PipelinePrediction)
-    fitting = [
-        offload
-        for offload in ([] if staged else further_offloads(solver, step.strategy.offload))
-        if sum(solver.predict_memory(replace(step.strategy, offload=offload), step.batching).values()) <= limit
-    ]
+    limit, hint = solver.request.memory, ""
+    for offload in () if isinstance(step, PipelinePrediction) else further_offloads(solver, step.strategy.offload):
+        needed = solver.predict_memory(replace(step.strategy, offload=offload), step.batching)
+        if not hint and sum(needed.values()) <= limit:
+            hint = f" With --offload {offload} it would fit."
     return (
         f"{step.strategy.name} does not fit: {(step.peak_bytes - limit) / GIB:.2f} GiB more than the "
-        f"{limit / GIB:.1f} GiB of a rank. It needs {parts(step.memory)}."
-        + (f" With --offload {fitting[0]} it would fit." if fitting else "")
+        f"{limit / GIB:.1f} GiB of a rank. It needs {parts(step.memory)}.{hint}"
     )
 
 

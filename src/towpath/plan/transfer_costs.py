@@ -107,35 +107,32 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     ]
     if shape.codec is None and (tree := _tree_cost(shape, moved, hardware)) is not None:
         moved = min(moved, [tree], key=lambda costs: seconds_alone(costs, hardware))
-    measured = hardware.measured
     # The messages of an encoded gather are those of a gather of as many bytes. Encoded reductions were not measured.
-    if (
-        measured is not None
-        and measured.topology == hardware.topology
-        and (shape.codec is None or shape.op is Op.ALL_GATHER)
-    ):
+    comparable = shape.codec is None or shape.op is Op.ALL_GATHER
+    if (measured := hardware.measured) is not None and measured.topology == hardware.topology and comparable:
         size = shape.slice_bytes * shape.grid.nodes * shape.grid.width
         ratio = measured.ratio(shape.op, GroupMesh(shape.grid, shape.stride), shape.route, size)
         moved = [cost.times(ratio) for cost in moved]
-    costs: list[PhaseCost] = []
-    if shape.factored:
-        copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
-        costs.append(PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)}))
+    costs = list(moved)
     if shape.coding is not None:
         before, after = _message_coding_costs(shape, shape.coding, hardware)
-        costs += [before, *moved, after]
-    elif shape.codec is None:
-        costs += moved
-    else:
+        costs = [before, *moved, after]
+    elif shape.codec is not None:
         # Coding comes before the first messages, between hops, and after the last messages.
         before, *between, after = _coding_costs(shape, shape.codec, hardware)
-        costs.append(before)
+        costs, between = [before], between[: len(moved) - 1]
         for index, cost in enumerate(moved):
-            costs.append(cost)
-            if index < len(between) and index < len(moved) - 1:
-                costs.append(between[index])
+            costs += [cost, *between[index : index + 1]]
         costs.append(after)
+    if shape.factored:
+        copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
+        costs.insert(0, _working(copied / hardware.memory_rate, hardware))
     return tuple(cost for cost in costs if cost.seconds or any(cost.needs.values()))
+
+
+def _working(seconds: float, hardware: Hardware) -> PhaseCost:
+    """Return a phase in which the processor works."""
+    return PhaseCost(0.0, {PROCESSOR: hardware.processor(seconds)})
 
 
 def seconds_alone(costs: Iterable[PhaseCost], hardware: Hardware) -> float:
@@ -190,7 +187,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
     if shape.coding is not None:
-        share = hardware.share_of(shape.coding)
+        share = shape.coding.share
         cable *= share
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
@@ -220,8 +217,7 @@ def _message_coding_costs(shape: TransferShape, coding: Coding, hardware: Hardwa
     else:
         each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
         sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members
-    before, after = (hardware.processor(n / rate) for n, rate in ((sent, speed.encode), (received, speed.decode)))
-    return PhaseCost(0.0, {PROCESSOR: before}), PhaseCost(0.0, {PROCESSOR: after})
+    return _working(sent / speed.encode, hardware), _working(received / speed.decode, hardware)
 
 
 def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:
@@ -248,8 +244,7 @@ def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Ite
     speed = hardware.codec_speed(codec.name)
 
     def cost(encoded: float, decoded: float) -> PhaseCost:
-        seconds = encoded / speed.encode + decoded / speed.decode
-        return PhaseCost(0.0, {PROCESSOR: hardware.processor(seconds)})
+        return _working(encoded / speed.encode + decoded / speed.decode, hardware)
 
     elements, members = shape.elements, shape.grid.nodes * shape.grid.width
     if shape.op in (Op.ALL_GATHER, Op.SEND):

@@ -112,7 +112,7 @@ class Groups:
             members = [dist.get_global_rank(self.parent, r) for r in mine]
             align_group_counts(self.parent)
             limit = {} if max_ctas is None else {"max_ctas": max_ctas}
-            self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend, **limit)
+            self._made[key] = new_group(members, purpose, timeout=self.timeout, backend=backend, **limit)
         return self._made[key]
 
     def has(self, partition: Partition, purpose: str) -> bool:
@@ -160,11 +160,6 @@ class Groups:
         if backends and hasattr(backends[0], "_group_end"):
             backends[0]._group_end()
 
-    def describe_backends(self) -> str:
-        """Return the devices that the parent has backends for, such as 'cpu:gloo, cuda:nccl'."""
-        named = {} if self.parent is None else backends_of(self.parent)
-        return ", ".join(f"{device}:{backend}" for device, backend in named.items())
-
     def connect(self) -> None:
         """Connect the parent. Every rank must call it before any of them send messages to each other."""
         if self.parent is not None:
@@ -179,8 +174,7 @@ class Groups:
             return self.gather_objects(value)
         number: int = next(self.shared("gathered through the store", count))
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        timeout = timedelta(seconds=self.timeout_seconds)
-        return gather_through_store(store, f"{self.name}/{number}", self.rank, self.world, value, timeout)
+        return gather_through_store(store, f"{self.name}/{number}", self.rank, self.world, value, self.timeout)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
@@ -240,20 +234,13 @@ class Groups:
         return "alone" if self.parent is None else self.parent.group_name
 
     @property
-    def timeout_seconds(self) -> float:
-        """How long a transfer waits for a peer before it fails."""
-        timeout = None if self.parent is None else self._timeout()
-        return (timeout or timedelta(minutes=30)).total_seconds()
-
-    def _timeout(self) -> timedelta | None:
-        """Return the timeout that the user gave the parent. New groups would otherwise have PyTorch's default."""
-        assert self.parent is not None
+    def timeout(self) -> timedelta:
+        """How long a transfer waits for a peer before it fails: the timeout that the user gave the parent."""
+        parent: Any = self.parent
         for device in ("cpu", "cuda"):
-            try:
-                return self.parent._get_backend(torch.device(device)).options._timeout
-            except (RuntimeError, AttributeError):
-                continue
-        return None
+            with suppress(RuntimeError, AttributeError):  # it has no such backend, or there is no parent
+                return parent._get_backend(torch.device(device)).options._timeout
+        return timedelta(minutes=30)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -415,10 +402,7 @@ def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
     names = _checked_racks(racks)
     first = {name: names.index(name) for name in set(names)}
     order = sorted(range(len(names)), key=lambda rank: (first[names[rank]], rank))
-    numbers = [0] * len(names)
-    for number, rank in enumerate(order):
-        numbers[rank] = number
-    return numbers
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _checked_racks(racks: Sequence[RackName]) -> list[str]:

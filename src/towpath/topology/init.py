@@ -171,7 +171,8 @@ def _problem(groups: Groups, device: torch.device) -> str | None:
     """Return why this rank's tensors on `device` cannot be sent, or None if they can."""
     backend, is_gpu = groups.backend(device), device.type == "cuda"
     if backend == "none":
-        problem = f"the process group carries no tensors there, only those of {groups.describe_backends()}"
+        backends = dist.get_backend_config(groups.parent).replace(",", ", ")
+        problem = f"the process group carries no tensors there, only those of {backends}"
     elif is_gpu and backend == "gloo":
         problem = "the process group carries tensors on GPUs by gloo, which cannot exchange them as sharding needs"
     elif is_gpu and device.index not in (None, current := torch.cuda.current_device()):

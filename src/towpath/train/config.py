@@ -39,7 +39,7 @@ Limit = tuple[Callable[[Any], object], str]  # a condition on the value of a key
 ABOVE_0: Limit = (lambda value: value > 0, "more than 0")
 FROM_0: Limit = (lambda value: value >= 0, "0 or more")
 SHARE: Limit = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
-PART: Limit = (lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
+SHARE_BELOW_1: Limit = (lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
 SEED: Limit = (lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
 NODES: Limit = (re.compile(r"([1-9]\d{0,4}x[1-9]\d{0,4})?").fullmatch, "NODESxRANKS, such as 4x8")
 STEPS: Limit = (lambda value: all(step > 0 for step in value), "steps, counted from 1")
@@ -65,6 +65,10 @@ class Section:
             holds, expected = f.metadata.get("limit") or (None, "")
             if holds is not None and not holds(getattr(self, f.name)):
                 self.refuse(f.name, expected)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse keys that contradict each other."""
 
     def refuse(self, name: str, expected: str) -> None:
         """Raise a `ConfigError` about a key."""
@@ -94,8 +98,7 @@ class ModelConfig(Section):
     depth: int = key(8, "the number of blocks", ABOVE_0)
     heads: int = key(8, "attention heads per block", ABOVE_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.width % (2 * self.heads):
             self.refuse("width", f"a multiple of 2 × heads = {2 * self.heads}")
         if self.hf:
@@ -109,7 +112,7 @@ class DataConfig(Section):
     NAME: ClassVar = "data"
 
     tokens: str = key("", "a folder that `towpath data prepare` made")
-    held_out: float = key(0.05, "the share of the tokens, at their end, for evaluation", PART)
+    held_out: float = key(0.05, "the share of the tokens, at their end, for evaluation", SHARE_BELOW_1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +138,7 @@ class TrainConfig(Section):
     evaluate_every: int = key(0, "steps between evaluations; 0: only at the end", FROM_0)
     threads: int = key(0, "CPU threads per rank; 0: its share of the node's cores", FROM_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.batch % self.micro_batch:
             self.refuse("micro_batch", f"a divisor of train.batch = {self.batch}")
 
@@ -171,8 +173,7 @@ class OuterConfig(Section):
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if not self.every:
             self.refuse_all("strategy.outer.every above 0 with it")
         self.build()
@@ -206,8 +207,7 @@ class StrategyConfig(Section):
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if not self.auto:
             self.refuse_all(
                 "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
@@ -266,8 +266,7 @@ class ParallelConfig(Section):
     schedule: str = key("1F1B", "or GPipe, Interleaved1F1B (docs/guides/pipelines.md)", one_of(*SCHEDULES))
     compression: str = key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.pipeline == 1:
             self.refuse_all("only with parallel.pipeline above 1", "tensor")
 
@@ -357,16 +356,16 @@ class Config:
     @staticmethod
     def from_dict(table: Mapping[str, Any]) -> Config:
         """Return the configuration of sections by name, each a mapping of its keys."""
-        return _made(Config, "", table)
+        return _parse_section(Config, table)
 
     def __str__(self) -> str:
-        return "\n".join(line for f in fields(self) for line in _lines(getattr(self, f.name)))
+        return "\n".join(line for f in fields(self) for line in _toml_lines(getattr(self, f.name)))
 
 
 # Reading and writing --------------------------------------------------------------------------------------------------
 
 
-def _made(kind: type[Any], name: str, table: Any) -> Any:
+def _parse_section(kind: type[Any], table: Any, name: str = "") -> Any:
     """Return the section `name`, or without a name the configuration, made of a table."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{name} = {table!r}: expected a section [{name}] with keys of its own.")
@@ -380,19 +379,19 @@ def _made(kind: type[Any], name: str, table: Any) -> Any:
             meant = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"{what}{meant} Known: {', '.join(sorted(known))}. CHANGELOG.md tells where others went.")
         is_section = isinstance(types[each], type) and issubclass(types[each], Section)
-        values[each] = _made(types[each], full, value) if is_section else _typed(types[each], value, full)
+        values[each] = (_parse_section if is_section else _parse_value)(types[each], value, full)
     return kind(**values)
 
 
-def _typed(kind: Any, value: Any, name: str) -> Any:
+def _parse_value(kind: Any, value: Any, name: str) -> Any:
     """Return `value` converted to the type of a key, or refuse it."""
     expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     inner = get_args(kind)
     if Ellipsis in inner:  # a tuple; `log.trace=` on the command line means none
         values: list[Any] = [] if value == "" else list(value) if isinstance(value, (list, tuple)) else [value]
-        return tuple(_typed(inner[0], each, name) for each in values)
+        return tuple(_parse_value(inner[0], each, name) for each in values)
     if inner:  # bool | None
-        return None if value == "" else _typed(bool, value, name)
+        return None if value == "" else _parse_value(bool, value, name)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
@@ -400,7 +399,7 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
     return value
 
 
-def _lines(section: Any) -> Iterator[str]:
+def _toml_lines(section: Any) -> Iterator[str]:
     """Yield the lines of a section in TOML, each key with its description, and then those of the section in it."""
     yield f"[{section.NAME}]"
     for f in fields(section):
@@ -411,7 +410,7 @@ def _lines(section: Any) -> Iterator[str]:
     yield ""
     for value in vars(section).values():
         if isinstance(value, Section):
-            yield from _lines(value)
+            yield from _toml_lines(value)
 
 
 def _apply_override(table: dict[str, Any], text: str) -> None:

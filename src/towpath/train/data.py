@@ -76,11 +76,7 @@ class PreparedTokens:
 
     @staticmethod
     def load(folder: Path) -> PreparedTokens:
-        """Read the manifest of a folder.
-
-        Raises:
-            ConfigError: The folder is missing, or is not what `towpath data prepare` writes.
-        """
+        """Read the manifest of a folder."""
         path = folder / MANIFEST
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -162,19 +158,10 @@ def prepare(
     name: str | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> PreparedTokens:
-    """Write the tokens of texts into a folder.
+    """Write the tokens of text files, or of one dataset, into a folder that does not exist yet.
 
-    Args:
-        sources: Text files, each a document, or one dataset: files of rows, or what `datasets.load_dataset` takes.
-        folder: A folder that does not exist yet.
-        tokenizer: "bytes", or the path of a tokenizer.json.
-        column: The column of a dataset that has the text. Each row is a document.
-        split: The split of a dataset.
-        name: The configuration of a dataset.
-        progress: Called now and then with the number of tokens so far.
-
-    Raises:
-        ConfigError: The texts cannot be read, the folder cannot be written, or there is no text.
+    `column`, `split` and `name` are those of a dataset, whose rows are documents. `progress` is called now and then
+    with the number of tokens so far.
     """
     folder = folder.expanduser().absolute()
     encoder = Tokenizer() if tokenizer == Tokenizer.name else FileTokenizer(tokenizer)
@@ -298,7 +285,7 @@ class TokenWindows:
     def batch(self, first: int, count: int) -> Batch:
         """Return samples `first` to `first + count`. Each epoch visits each window once, in its own order."""
         places = (divmod(sample, len(self)) for sample in range(first, first + count))
-        return self._gather([order(self._seed, epoch, len(self))[place] for epoch, place in places])
+        return self._gather([epoch_order(self._seed, epoch, len(self))[place] for epoch, place in places])
 
     def evaluation_batch(self, first: int, count: int, total: int) -> Batch:
         """Return windows `first` to `first + count` of `total` windows that are spread evenly over the range.
@@ -318,7 +305,7 @@ class TokenWindows:
 
 
 @lru_cache(maxsize=4)
-def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """Return the order of an epoch: a permutation of range(count), of which each seed and epoch has its own."""
     # numpy guarantees that a RandomState draws the same numbers in all versions.
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).permutation(count)

@@ -139,7 +139,7 @@ def handle_signals() -> Generator[StopRequest]:
 
 
 @dataclass(slots=True)
-class Agreement:
+class StepAgreement:
     """The values on which all ranks agree in each step: the loss, the norm, and flags such as whether to save.
 
     Without outer steps, one all-reduce brings all of it. With outer steps, the loss and the norm are those of an
@@ -172,16 +172,16 @@ class Agreement:
         """Return the mean loss and the mean norm. `flags` are then the same on every rank."""
         loss, norm, *self.flags = self._read()
         if self.island is not None:
-            self._take()
+            self._receive()
             self._send([loss, *self._own])
         return loss, norm
 
     def finish(self, flags: Sequence[float]) -> None:
         """Agree once more after the last step, with nothing left under way."""
-        self._take()
+        self._receive()
         loss = self.loss_of_islands
         self._send([0.0, *flags])
-        self._take()
+        self._receive()
         self.loss_of_islands = loss
 
     def _send(self, row: Sequence[float]) -> None:
@@ -189,7 +189,7 @@ class Agreement:
         work = dist.all_reduce(sums, group=self.job.groups.control_on_host(), async_op=True)
         self._under_way = work, sums
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         """Wait for what was sent in the step before."""
         if self._under_way is None:
             self.flags = [0.0] * len(self._own)

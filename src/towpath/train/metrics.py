@@ -28,7 +28,7 @@ from towpath.errors import ConfigError
 from towpath.observe.stats import Stats, stats, totals, trace, traced
 from towpath.observe.totals import Totals
 from towpath.observe.trace import write_intervals
-from towpath.progress import size
+from towpath.progress import format_bytes
 from towpath.train.config import DTYPES, Config
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class MetricsLogger:
         # A stage's strategy describes only the copies of the stage. Otherwise the strategy describes the whole job.
         self._topology = config.strategy.topology(job.topology) if parallel.ranks == 1 else job.topology
         self._tokens = config.train.batch * config.train.length
-        flops = stated_flops(job.device, getattr(torch, DTYPES[config.train.precision]))
+        flops = peak_flops(job.device, getattr(torch, DTYPES[config.train.precision]))
         step_flops = trainer.bundle.flops_per_token(config.train.length) * self._tokens
         self._mfu_at_one_second = None if flops is None else step_flops / (flops * job.world)
         with job.together():
@@ -224,7 +224,7 @@ class MetricsLogger:
             return
         # Without stages, all ranks of the job begin together, and not only those that share a copy of the model.
         pipelined = self._config.parallel.pipeline > 1
-        with trace(self._model) if pipelined else traced([engine_of(self._model)], [self._job.groups]) as recorded:
+        with trace(self._model) if pipelined else traced([engine_of(self._model).comm], [self._job.groups]) as recorded:
             yield
         found = dict(enumerate(self._job.groups.collect_objects(recorded.intervals)))
         if self._job.rank:
@@ -243,7 +243,7 @@ class MetricsLogger:
         if self._job.rank == 0 and steps:
             if self._job.device.type == "cuda":
                 print("Times are those of the thread that launches the GPU's work. log.trace shows the GPU's.")
-            print(summary(done, times(done, self._timers, self._seconds), steps), flush=True)
+            print(summary(done, seconds_by_activity(done, self._timers, self._seconds), steps), flush=True)
 
 
 def progress_line(step: int, steps: int, row: Mapping[str, Any], seconds_left: float) -> str:
@@ -254,9 +254,9 @@ def progress_line(step: int, steps: int, row: Mapping[str, Any], seconds_left: f
         f"loss {row['loss']:#.5g}",
         f"{row['tokens_per_second']:,.0f} tok/s",
         "" if row["mfu"] is None else f"MFU {row['mfu']:.0%}",
-        f"inter {size(row['inter_bytes'])}",
+        f"inter {format_bytes(row['inter_bytes'])}",
         f"exposed {row['exposed_seconds'] / row['seconds']:.0%}",
-        f"mem {size(row['memory_bytes'])}",
+        f"mem {format_bytes(row['memory_bytes'])}",
         f"ETA {minutes // 60}h{minutes % 60:02}" if minutes >= 60 else f"ETA {minutes}:{seconds:02}",
     ]
     return "  ".join(part for part in parts if part)
@@ -269,7 +269,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def stated_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
+def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s of a GPU, or of the one with this name, as its data sheet states it, or None if not known."""
     if isinstance(device, torch.device):
         device = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -282,7 +282,7 @@ def stated_flops(device: torch.device | str, dtype: torch.dtype) -> float | None
 # The summary ----------------------------------------------------------------------------------------------------------
 
 
-def times(done: Stats, timers: Mapping[str, float], total_seconds: float) -> dict[str, float]:
+def seconds_by_activity(done: Stats, timers: Mapping[str, float], total_seconds: float) -> dict[str, float]:
     """Return the seconds of the training thread by what they were spent on. Their sum is `total_seconds`.
 
     On a GPU, the thread launches work and waits only where it reads a value. So these are not the GPU's seconds.

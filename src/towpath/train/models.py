@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from towpath.api import Values, blocks_of
 from towpath.checkpoint.safe_files import Safetensors
 from towpath.core.units import round_up
-from towpath.engine.parameters.transformers_init import add_reset_parameters
+from towpath.engine.parameters.initialise import add_reset_parameters
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
 from towpath.train.tensor_parallel import COLUMNS, ROWS, WHOLE_OUTPUT, WORDS, TensorPlan
@@ -203,10 +203,9 @@ class ModelBundle:
     values: Values | None  # the `values` argument of `shard()`, or None for new weights
     config_json: dict[str, Any]  # the configuration of the Hugging Face model that it can be exported as
     parameters: int
-    matrices: int  # the number of parameters that each token is multiplied with
-    attended: int  # the width of all attention heads, summed over the layers
-    # How tensor-parallel ranks share its layers, or None if the model does not define it.
-    tensor_plan: TensorPlan | None
+    multiplied: int  # the number of parameters that each token is multiplied with
+    attention_width: int  # the width of all attention heads, summed over the layers
+    tensor_plan: TensorPlan  # how tensor-parallel ranks share its layers, without styles if the model does not say it
 
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs of forward and backward as model-FLOPs utilization counts them (PaLM, appendix B).
@@ -214,14 +213,14 @@ class ModelBundle:
         These are six for each parameter of a matrix, with all experts of a mixture, and attention over the whole
         length, though half of it is masked.
         """
-        return 6.0 * self.matrices + 12.0 * self.attended * length
+        return 6.0 * self.multiplied + 12.0 * self.attention_width * length
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
     """Build the model for a tokenizer of `vocabulary` tokens."""
     if config.hf:
         model, config_json = _hugging_face_model(config.hf, vocabulary)
-        attended, ignored = _attended(model), _ignored_names(model)
+        attention_width, ignored = _attention_width(model), _ignored_names(model)
         plan = _hugging_face_plan(model)
     else:
         shape = Shape(
@@ -235,7 +234,7 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
         with torch.device("meta"):
             model = GPT(shape)
         config_json, plan = llama_config(shape), _gpt_plan(shape)
-        attended, ignored = shape.depth * shape.width, None
+        attention_width, ignored = shape.depth * shape.width, None
     values: Values | None = None
     if config.weights:
         weights = Safetensors(config.weights)
@@ -259,8 +258,8 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
         values=values,
         config_json=config_json,
         parameters=sum(p.numel() for p in model.parameters()),
-        matrices=sum(multiplied.values()),
-        attended=attended,
+        multiplied=sum(multiplied.values()),
+        attention_width=attention_width,
         tensor_plan=plan,
     )
 
@@ -298,7 +297,7 @@ def _hugging_face_model(path: str, vocabulary: int) -> tuple[nn.Module, dict[str
     return model, json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
 
 
-def _attended(model: Any) -> int:
+def _attention_width(model: Any) -> int:
     """Return the width of all attention heads, summed over the layers."""
     config = model.config.get_text_config()
     head_width = getattr(config, "head_dim", None)
@@ -306,13 +305,11 @@ def _attended(model: Any) -> int:
     return config.num_hidden_layers * width
 
 
-def _hugging_face_plan(model: Any) -> TensorPlan | None:
-    """Return the tensor-parallel plan of the model's configuration, or None if it has none for blocks."""
+def _hugging_face_plan(model: Any) -> TensorPlan:
+    """Return the tensor-parallel plan of the model's configuration."""
     config, base = model.config.get_text_config(), model.base_model_prefix
     plan: dict[str, str] = config.base_model_tp_plan or {}
     styles = {f"{base}.{name}": style for name, style in plan.items() if "*" in name}
-    if not styles:
-        return None
     names = {module: name for name, module in model.named_modules()}
     ends = {model.get_input_embeddings(): WORDS, model.get_output_embeddings(): WHOLE_OUTPUT}
     heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))

@@ -77,7 +77,6 @@ def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strateg
     """Return the model of a run without stages, sharded. Every rank must call it."""
     tensor, group = config.parallel.tensor, None
     if tensor > 1:
-        assert bundle.tensor_plan is not None  # plan_for has found one
         mesh = _device_mesh(config.parallel, job)
         group = mesh["dp"].get_group()
         share_layers(bundle.model, bundle.tensor_plan, mesh["tp"])
@@ -104,7 +103,6 @@ def build_pipeline(config: Config, job: Job, bundle: ModelBundle, strategy: Stra
     torch.manual_seed(train.seed + mesh.get_local_rank("pp"))  # every stage draws other weights
     stages: Any = modules
     if parallel.tensor > 1:  # the pipeline builds only the stages of this rank
-        assert bundle.tensor_plan is not None  # plan_for has found one
         stages = [partial(share_layers, module, bundle.tensor_plan, mesh["tp"]) for module in modules]
 
     pipeline = Pipeline(
@@ -152,8 +150,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.plan.choice import choose
-    from towpath.plan.measure import describe_measured
+    from towpath.plan.choice import choose, describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
     share = max(1, train.batch // topology.world)

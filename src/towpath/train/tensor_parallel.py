@@ -61,13 +61,13 @@ def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
     return styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
 
 
-def plan_for(model: nn.Module, plan: TensorPlan | None, ranks: int) -> TensorPlan:
+def plan_for(model: nn.Module, plan: TensorPlan, ranks: int) -> TensorPlan:
     """Return the plan for a number of ranks, without the ends that these ranks cannot share.
 
     It raises ConfigError if they cannot share the blocks.
     """
     prefix = f"parallel.tensor = {ranks}:"
-    if plan is None or not any(_layers_in(model, plan.styles)):
+    if not any(_layers_in(model, plan.styles)):
         raise ConfigError(
             f"{prefix} {type(model).__name__} does not say how ranks share its layers: its configuration has no "
             "base_model_tp_plan, or one of other layers."

@@ -40,7 +40,7 @@ from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config, TrainConfig
 from towpath.train.data import Batch, open_tokens
-from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
+from towpath.train.job import SIGNALS, Job, StepAgreement, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
@@ -117,11 +117,8 @@ class TrainingRun:
         self.micro_steps = train.micro_steps(self.copies)  # of an optimizer step, on each copy of the model
         self.copy = job.rank // parallel.tensor % self.copies  # the one that this rank holds a part of
         self.pipelined = parallel.pipeline > 1
-        nodes, ranks = strategy.job.nodes, strategy.job.ranks_per_node
-        job.print_once(
-            f"{bundle.parameters / 1e6:.1f} million parameters, {strategy.name} on {nodes} × {ranks} {job.device.type} "
-            "ranks"
-        )
+        ranks = f"{strategy.job.nodes} × {strategy.job.ranks_per_node} {job.device.type} ranks"
+        job.print_once(f"{bundle.parameters / 1e6:.1f} million parameters, {strategy.name} on {ranks}")
         if strategy.outer is not None:
             job.print_once(fill(f"{counted(strategy.islands, 'island')}, synchronized {strategy.outer}", 100))
 
@@ -150,7 +147,7 @@ class TrainingRun:
             "train.seed": train.seed,
         }
         self.state = TrainState(order)
-        self._agreement = Agreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
+        self._agreement = StepAgreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
 

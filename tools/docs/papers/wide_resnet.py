@@ -19,7 +19,7 @@ DEPTHS, FACTOR, POINTS = (6, 8, 46, 6), 8, 224
 @cache
 def wide_resnet(units: str) -> Model:
     """Return the model. One picture counts as one token."""
-    found = [ModelUnit(UnitSpec("", (BucketSpec((2048 * 1000,)),), kept=True), 2.0 * 2048 * 1000, 0, 0)]
+    found = [ModelUnit(UnitSpec("", (BucketSpec((2048 * 1000,)),), root=True), 2.0 * 2048 * 1000, 0, 0)]
     before = 64
     for stage, depth in enumerate(DEPTHS):
         inner, outer, side = 64 * FACTOR << stage, 256 << stage, POINTS // 4 >> stage

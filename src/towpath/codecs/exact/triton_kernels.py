@@ -28,10 +28,10 @@ from towpath.codecs.exact.specification import table_bytes
 from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
 from towpath.core.formats import BLOCK, HEADER_BYTES
 
-_BLOCKS = 1  # of a program
 _WORDS = 1024  # of a program that computes a digest
 _LAUNCH = {"num_warps": 4}
 
+_BLOCKS = tl.constexpr(1)  # of a program
 _BLOCK = tl.constexpr(BLOCK)
 _GROUPS = tl.constexpr(BLOCK // 64)
 _HEADER = tl.constexpr(HEADER_BYTES)
@@ -112,8 +112,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
     form = specification.FORMATS[values.dtype]
     words = message[: len(message) // 8 * 8].view(torch.int32)
     table = words[HEADER_BYTES // 4 :][: table_bytes(values.numel()) // 4]
-    constants = {"difference": difference, "bits": form.bits, "mantissa": form.mantissa, "blocks": _BLOCKS}
-    return words, table, (triton.cdiv(len(table), _BLOCKS),), constants | _LAUNCH
+    return words, table, (triton.cdiv(len(table), _BLOCKS.value),), {"form": form, "difference": difference} | _LAUNCH
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
@@ -189,19 +188,14 @@ def _check_kernel(header, sums, outcome, first, n, start, arrived, own):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _plan_kernel(
-    old, values, table, n,
-    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
-):  # fmt: skip
+def _plan_kernel(old, values, table, n, form: tl.constexpr, difference: tl.constexpr):
     """Store the entries of a table: the length and the parameter of each block."""
-    block, valid, count = _place(n, blocks)
-    code, exponent = _codes(old, values, block, valid, difference, bits, mantissa)
+    block, valid, count = _place(n)
+    code, exponent = _codes(old, values, block, valid, form, difference)
     parameter = _chosen(code, exponent, valid, count, difference)
-    at = _encoded(
-        None, None, tl.zeros([blocks], tl.int64), valid, count, code, exponent, parameter, count > 0,
-        False, difference, bits, mantissa,
-    )  # fmt: skip
-    length, raw = ((at + 7) // 8).to(tl.int32), count * (bits // 8)
+    at = tl.zeros([_BLOCKS], tl.int64)
+    at = _encoded(None, None, at, valid, count, code, exponent, parameter, count > 0, False, form, difference)
+    length, raw = ((at + 7) // 8).to(tl.int32), count * (form.bits // 8)
     changed = tl.max(tl.max((code != 0).to(tl.int32), axis=2), axis=1) > 0
     length = tl.where(changed, tl.minimum(length, raw), 0)
     entry = length | (tl.where((length > 0) & (length < raw), parameter, 0) << 16)
@@ -209,31 +203,27 @@ def _plan_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _write_kernel(
-    old, values, table, ends, words, message, n,
-    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
-):  # fmt: skip
+def _write_kernel(old, values, table, ends, words, message, n, form: tl.constexpr, difference: tl.constexpr):
     """Write the payloads."""
-    block, valid, count = _place(n, blocks)
-    code, exponent = _codes(old, values, block, valid, difference, bits, mantissa)
+    block, valid, count = _place(n)
+    code, exponent = _codes(old, values, block, valid, form, difference)
     entry = tl.load(table + block, mask=count > 0, other=0)
-    length, raw = entry & 0xFFFF, count * (bits // 8)
+    length, raw = entry & 0xFFFF, count * (form.bits // 8)
     start = _HEADER + 4 * ((n + _BLOCK - 1) // _BLOCK)
     start += tl.load(ends + block, mask=count > 0, other=0) - length
-    _encoded(
-        words, message, 8 * start, valid, count, code, exponent, (entry >> 16) & 255, (length > 0) & (length < raw),
-        True, difference, bits, mantissa,
-    )  # fmt: skip
+    at, parameter, coded = 8 * start, (entry >> 16) & 255, (length > 0) & (length < raw)
+    _encoded(words, message, at, valid, count, code, exponent, parameter, coded, True, form, difference)
     new = tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32)
-    for byte in tl.static_range(bits // 8):
-        at = start[:, None, None] + _inside() * (bits // 8) + byte
+    item: tl.constexpr = form.bits // 8
+    for byte in tl.static_range(item):
+        at = start[:, None, None] + _inside() * item + byte
         tl.store(message + at, ((new >> (8 * byte)) & 255).to(tl.uint8), mask=valid & (length == raw)[:, None, None])
 
 
 @triton.jit
-def _place(n, blocks: tl.constexpr):
+def _place(n):
     """Return the numbers of this program's blocks, their elements [blocks, groups, 64] as a mask, and as counts."""
-    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)
     count = tl.minimum(tl.maximum(n - block * _BLOCK, 0), _BLOCK).to(tl.int32)
     return block, _inside() < count[:, None, None], count
 
@@ -257,10 +247,7 @@ def _ordered(x, bits: tl.constexpr):
 @triton.jit
 def _loaded(values, block, valid, bits: tl.constexpr):
     """Return the bits of the elements as unsigned integers."""
-    found = tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32)
-    if bits == 16:
-        found = found & 0xFFFF
-    return found
+    return _cut(tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32), bits)
 
 
 @triton.jit
@@ -271,10 +258,9 @@ def _cut(x, bits: tl.constexpr):
 
 
 @triton.jit
-def _codes(
-    old, values, block, valid, difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr
-):  # fmt: skip
+def _codes(old, values, block, valid, form: tl.constexpr, difference: tl.constexpr):
     """Return the codes, and the exponents of the old values or of the values."""
+    bits: tl.constexpr = form.bits
     new = _loaded(values, block, valid, bits)
     known = new
     if difference:
@@ -283,7 +269,12 @@ def _codes(
         code = _cut((distance << 1) ^ (0 - (distance >> (bits - 1))), bits)
     else:
         code = _cut((new << 1) | (new >> (bits - 1)), bits)
-    return code, ((known >> mantissa) & ((1 << (bits - 1 - mantissa)) - 1)).to(tl.int32)
+    return code, _exponent(known, form)
+
+
+@triton.jit
+def _exponent(x, form: tl.constexpr):
+    return ((x >> form.mantissa) & ((1 << form.exponents) - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -328,12 +319,13 @@ def _quiet(exponent, step, valid):
 @triton.jit
 def _encoded(
     words, message, at, valid, count, code, exponent, parameter, enabled,
-    writing: tl.constexpr, difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
+    writing: tl.constexpr, form: tl.constexpr, difference: tl.constexpr,
 ):  # fmt: skip
     """Write the payloads from the bits `at` of the message on, or only count. Return where they end."""
+    mantissa: tl.constexpr = form.mantissa
     valid_word = to_word(valid)
     if difference:
-        width = _widths(exponent, parameter, bits)
+        width = _widths(exponent, parameter, form.bits)
         quotient = code >> width.to(tl.uint32)
         head = tl.minimum(quotient, _ESCAPE).to(tl.int32)
         width = tl.where(head == _ESCAPE, 0, width)
@@ -342,7 +334,7 @@ def _encoded(
         at = _put(words, at, hit, there, enabled, writing)
         mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
         at = _put_unary(words, at, head, mask, 0, enabled, writing)
-        at = _put_escaped(words, at, code, valid & (head == _ESCAPE), bits, enabled, writing)
+        at = _put_escaped(words, at, code, valid & (head == _ESCAPE), form.bits, enabled, writing)
         low: tl.constexpr = 0
     else:
         low: tl.constexpr = (mantissa + 1) // 8 * 8
@@ -361,7 +353,7 @@ def _encoded(
         at = _put(words, at, to_word((head & 2) == 2) | rest, valid_word, enabled, writing)
         at = _put_unary(words, at, head, rest & valid_word, _SYMBOLS, enabled, writing)
         escaped = valid & (head == _ESCAPE)
-        at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, bits - 1 - mantissa, enabled, writing)
+        at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, form.exponents, enabled, writing)
     for bit in range(low, _largest(width)):
         mask = to_word(width > bit) & valid_word
         at = _put(words, at, to_word(((code >> bit) & 1) == 1), mask, enabled, writing)
@@ -423,8 +415,7 @@ def _escaped_at(at, escaped, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "stride", "own"])
 def _decode_kernel(
-    words, message, table, ends, values, outcome, n, stride, own,
-    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
+    words, message, table, ends, values, outcome, n, stride, own, form: tl.constexpr, difference: tl.constexpr
 ):  # fmt: skip
     """Decode the payloads of each row but `own`, if its message has no problem."""
     row = tl.program_id(1).to(tl.int64)
@@ -436,9 +427,9 @@ def _decode_kernel(
     table += row * (stride // 4)
     ends += row * ((n + _BLOCK - 1) // _BLOCK)
     values += row * n
-    block, valid, count = _place(n, blocks)
+    block, valid, count = _place(n)
     entry = tl.load(table + block, mask=count > 0, other=0)
-    length, raw, parameter = entry & 0xFFFF, count * (bits // 8), (entry >> 16) & 255
+    length, raw, parameter = entry & 0xFFFF, count * (form.bits // 8), (entry >> 16) & 255
     nbytes = tl.load((words + 4).to(tl.pointer_type(tl.int64)))
     last = (n + _BLOCK - 1) // _BLOCK - 1
     end = tl.load(ends + block, mask=count > 0, other=0) + _HEADER + 4 * (last + 1)
@@ -446,32 +437,34 @@ def _decode_kernel(
     # Nothing follows the last payload but what fills up a word.
     possible = (length <= raw) & (end <= nbytes) & ((block != last) | (nbytes - end < 8))
     coded = possible & (length > 0) & (length < raw)
-    known = _loaded(values, block, valid, bits)
+    known = _loaded(values, block, valid, form.bits)
     limit = tl.where(coded, nbytes // 4, 0)
-    new, at = _decoded(words, message, 8 * start, valid, count, known, parameter, limit, difference, bits, mantissa)
+    new, at = _decoded(words, message, 8 * start, valid, count, known, parameter, limit, form, difference)
     possible = possible & ((length == 0) | (length == raw) | ((at + 7) // 8 == end))
     valid = valid & possible[:, None, None]
     is_raw = (length == raw)[:, None, None]
     as_sent = known * 0
-    for byte in tl.static_range(bits // 8):
-        place = start[:, None, None] + _inside() * (bits // 8) + byte
+    item: tl.constexpr = form.bits // 8
+    for byte in tl.static_range(item):
+        place = start[:, None, None] + _inside() * item + byte
         as_sent |= tl.load(message + place, mask=valid & is_raw, other=0).to(tl.uint32) << (8 * byte)
     unsent = known if difference else as_sent
     new = tl.where(is_raw, as_sent, tl.where((length == 0)[:, None, None], unsent, new))
-    stored = new.to(tl.uint16).to(tl.int16, bitcast=True) if bits == 16 else new.to(tl.int32, bitcast=True)
+    stored = new.to(tl.uint16).to(tl.int16, bitcast=True) if form.bits == 16 else new.to(tl.int32, bitcast=True)
     tl.store(values + _index(block), stored, mask=valid)
     tl.atomic_max(outcome, (1 - tl.min(possible.to(tl.int32), axis=0)) * _INVALID)
 
 
 @triton.jit
 def _decoded(
-    words, message, at, valid, count, known, parameter, limit,
-    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
+    words, message, at, valid, count, known, parameter, limit, form: tl.constexpr, difference: tl.constexpr
 ):  # fmt: skip
     """Return the bits of the elements, and where the payloads end."""
+    bits: tl.constexpr = form.bits
+    mantissa: tl.constexpr = form.mantissa
     valid_word, code = to_word(valid), known * 0
     if difference:
-        exponent = ((known >> mantissa) & ((1 << (bits - 1 - mantissa)) - 1)).to(tl.int32)
+        exponent = _exponent(known, form)
         width, quiet = _widths(exponent, parameter, bits), _quiet(exponent, parameter, valid)
         hit, at = _take(words, at, occupied_bytes(quiet), limit)
         mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
@@ -494,7 +487,7 @@ def _decoded(
         below = tl.where(head == 5, -1, tl.where(head > 5, head - 1, head))
         exponent = ((parameter[:, None, None] - below) & 255).to(tl.uint32)
         escaped = valid & (head == _ESCAPE)
-        quotient, at = _take_escaped(words, at, exponent, escaped, bits - 1 - mantissa, limit)
+        quotient, at = _take_escaped(words, at, exponent, escaped, form.exponents, limit)
     for bit in range(low, _largest(width)):
         word, at = _take(words, at, to_word(width > bit) & valid_word, limit)
         code |= to_lanes(word).to(tl.uint32) << bit

@@ -31,13 +31,14 @@ _choosing = Lock()
 # A watch is called with the codec, the name of the operation, and the number of elements. It wraps the operation.
 Watch = Callable[[Codec, str, int], AbstractContextManager[None]]
 
-# The cost of the reference where kernels could run (benchmarks/results/kernels.jsonl), and the remedy.
-_COST = {
+# By device: the back end, what plain torch costs in its place (benchmarks/results/kernels.jsonl), and the remedy.
+_FAST = {
     "cpu": (
-        " Encoding int8 or int4 takes 30 to 120 times as long as in C++.",
+        "cpp_codecs",
+        " Encoding int8 or int4 takes 30 to 120 times as long as in C++."
         " With a C++ compiler at hand, install towpath again.",
     ),
-    "cuda": (" Encoding passes over memory many times in place of once.", " Install triton."),
+    "cuda": ("triton_codecs", " Encoding passes over memory many times in place of once. Install triton."),
 }
 
 
@@ -106,19 +107,14 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @cache
 def _kernels(device_type: str) -> Kernels:
-    fast = {"cpu": "cpp_codecs", "cuda": "triton_codecs"}.get(device_type)
-    if fast is None:
-        return _slow(device_type, "there are no kernels for this device")
+    reason, (fast, cost) = "there are no kernels for this device", _FAST.get(device_type, ("", ""))
     try:
-        module = import_module(f"towpath.codecs.kernels.{fast}")
+        if fast:
+            module = import_module(f"towpath.codecs.kernels.{fast}")
+            level = f", for {module.LEVELS[0]}" if device_type == "cpu" else ""
+            _log.info("codecs on %s: %s%s", device_type, fast, level)
+            return Kernels(module)
     except ImportError as error:
-        return _slow(device_type, str(error))
-    level = f", for {module.LEVELS[0]}" if fast == "cpp_codecs" else ""
-    _log.info("codecs on %s: %s%s", device_type, fast, level)
-    return Kernels(module)
-
-
-def _slow(device_type: str, reason: str) -> Kernels:
-    cost, remedy = _COST.get(device_type, ("", ""))
-    _log.warning("codecs on %s: plain torch (%s).%s%s", device_type, reason, cost, remedy)
+        reason = str(error)
+    _log.warning("codecs on %s: plain torch (%s).%s", device_type, reason, cost)
     return Kernels(plain)

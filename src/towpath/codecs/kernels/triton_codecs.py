@@ -48,6 +48,7 @@ class _Variant:
     """What a kernel is compiled for. By default, messages are aligned and no rows are summed."""
 
     codec: str
+    mantissa: int  # the bits of a mantissa in a code, or 0 if codes are integers
     block: int
     whole: bool  # whether a message has one scale
     hadamard: bool
@@ -63,8 +64,9 @@ class _Variant:
     def of(codec: Codec, unit: int, code_unit: int, many: bool = False, aligned: bool = True) -> _Variant:
         tile, top = max(_TILE, codec.block), codec.largest or 0.0
         whole = codec.largest is not None and codec.block == 0
+        mantissa = {"e4m3": 3, "e5m2": 2}.get(codec.name, 0)
         return _Variant(
-            codec.name, codec.block or tile, whole, codec.hadamard, codec.stochastic, top, tile,
+            codec.name, mantissa, codec.block or tile, whole, codec.hadamard, codec.stochastic, top, tile,
             unit, code_unit, many, aligned,
         )  # fmt: skip
 
@@ -293,12 +295,9 @@ def _store_blocks(values, largest, message, length, first, left, seed, variant: 
     divisors = tl.broadcast_to(scales[:, None], [blocks, block])
     quotients = tl.div_rn(tl.where(finite[:, None], in_blocks, 0.0), divisors)
     quotients = tl.reshape(quotients, [tile])
-    if variant.codec == "e4m3":
-        codes = _float8_code(quotients, 3, variant.top)
-        found = _float8_value(codes, 3)
-    elif variant.codec == "e5m2":
-        codes = _float8_code(quotients, 2, variant.top)
-        found = _float8_value(codes, 2)
+    if variant.mantissa:
+        codes = _float8_code(quotients, variant.mantissa, variant.top)
+        found = _float8_value(codes, variant.mantissa)
     else:
         if variant.stochastic:
             at = first.to(tl.uint32) + tl.arange(0, tile).to(tl.uint32)
@@ -340,12 +339,10 @@ def _decoded(message, length, first, left, variant: tl.constexpr):
         else:
             lanes = tl.arange(0, tile)
             loaded = tl.load(codes + first + lanes, mask=lanes < left, other=0)
-            if variant.codec == "int8":
-                found = loaded.to(tl.int8, bitcast=True).to(tl.float32)
-            elif variant.codec == "e4m3":
-                found = _float8_value(loaded.to(tl.uint32), 3)
+            if variant.mantissa:
+                found = _float8_value(loaded.to(tl.uint32), variant.mantissa)
             else:
-                found = _float8_value(loaded.to(tl.uint32), 2)
+                found = loaded.to(tl.int8, bitcast=True).to(tl.float32)
         values = _scaled(found, scales, blocks, block)
     return _rotated(values, left, tile) if variant.hadamard else values
 
@@ -467,11 +464,9 @@ def _float8_value(code, mantissa: tl.constexpr):
 def _store_words(out, count, words, width: tl.constexpr, size: tl.constexpr, aligned: tl.constexpr):
     """Store the first `count` of the words, which have `width` bytes, lowest byte first."""
     if aligned:
+        word: tl.constexpr = tl.uint16 if width == 2 else tl.uint32
         lanes = tl.arange(0, size)
-        if width == 2:
-            tl.store(out.to(tl.pointer_type(tl.uint16)) + lanes, words.to(tl.uint16), mask=lanes < count)
-        else:
-            tl.store(out.to(tl.pointer_type(tl.uint32)) + lanes, words.to(tl.uint32), mask=lanes < count)
+        tl.store(out.to(tl.pointer_type(word)) + lanes, words.to(word), mask=lanes < count)
     else:
         shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
         written = tl.reshape(((words[:, None] >> shifts) & 255).to(tl.uint8), [size * width])
@@ -483,12 +478,9 @@ def _store_words(out, count, words, width: tl.constexpr, size: tl.constexpr, ali
 def _load_words(data, count, width: tl.constexpr, size: tl.constexpr, aligned: tl.constexpr):
     """Load `count` words of `width` bytes, lowest byte first, and zeros after them."""
     if aligned:
+        word: tl.constexpr = tl.uint16 if width == 2 else tl.uint32
         lanes = tl.arange(0, size)
-        if width == 2:
-            words = tl.load(data.to(tl.pointer_type(tl.uint16)) + lanes, mask=lanes < count, other=0)
-        else:
-            words = tl.load(data.to(tl.pointer_type(tl.uint32)) + lanes, mask=lanes < count, other=0)
-        words = words.to(tl.uint32)
+        words = tl.load(data.to(tl.pointer_type(word)) + lanes, mask=lanes < count, other=0).to(tl.uint32)
     else:
         shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
         lanes = tl.arange(0, size * width)

@@ -5,7 +5,7 @@ One transfer combines the bits of unused parameters, and the digests of what eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -26,37 +26,33 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @final
-class UnusedParams:
+class BoundaryCheck:
     """The check at each boundary, over the units that train in the order in which gradients are reduced.
 
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
     """
 
     def __init__(self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext) -> None:
-        self._trained, self._comm = trained, comm
-        self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
+        self._comm, self._buckets = comm, [(unit, bucket) for unit in trained for bucket in unit.trainable]
+        self._places = [place for _, bucket in self._buckets for place in bucket.layout.places]
         self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places), comm.log.bytes))
-        self._values = Values(trained, comm.device)
         self.check_every = CHECK_EVERY if comm.log.compares(LoggedCall.VALUES) else 0
+        # The checksum of the memory that the optimizer writes to, for each bucket.
+        self._checksums = torch.zeros(len(self._buckets), dtype=torch.int64, pin_memory=comm.device.type == "cuda")
+        self._wait: Callable[[], None] | None = None  # until checksums that were taken are on the host
 
     def compare(self, boundary: int) -> list[bool]:
-        """Return for each parameter whether any rank has a gradient for it.
-
-        Args:
-            boundary: The number of this boundary. At each `check_every`-th boundary checksums of the parameters are
-                taken, and the ranks compare them at the next boundary.
-        """
-        mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
+        """Return for each parameter whether any rank has a gradient for it, at the boundary of this number."""
+        mine = [used for _, bucket in self._buckets for used in bucket.gradients.used]
         if not self._transfers:
             return mine
         log = self._comm.log
         kept = sum(place.parameter.grad is not None for place in self._places)
         frozen = tuple(place.names[0] for place in self._places if not place.parameter.requires_grad)
         self._comm.program.ends_backward(self._comm.queues.micro_step + 1, kept, frozen)
-        for unit, checksum in self._values.taken():
-            log.note(LoggedCall.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
+        self._note_checksums()
         if self.check_every and boundary % self.check_every == 0:
-            self._values.take()
+            self._take_checksums()
         compared = torch.tensor([*mine, *log.encoded()], dtype=torch.uint8)
 
         def combine(workspace: Workspace) -> None:
@@ -68,38 +64,26 @@ class UnusedParams:
         log.check(bytes(combined[len(mine) :]), self._comm.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
 
-
-@final
-class Values:
-    """Checksums of the memory that the optimizer writes to on this rank, one for each bucket.
-
-    `UnusedParams` takes them at one boundary and reads them at the next. By then a GPU has computed them, so reading
-    does not stall the host.
-    """
-
-    def __init__(self, trained: Sequence[Unit], device: torch.device) -> None:
-        self._buckets = [(unit.name, bucket) for unit in trained for bucket in unit.trainable]
-        self._on_host = torch.zeros(len(self._buckets), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._wait: Callable[[], None] | None = None  # until the checksums that were taken are on the host
-
-    def take(self) -> None:
+    def _take_checksums(self) -> None:
         """Start to compute the checksums, and to copy them to the host."""
         checksums = torch.stack([checksum_of(bucket) for _, bucket in self._buckets])
-        self._on_host.copy_(checksums, non_blocking=True)
+        self._checksums.copy_(checksums, non_blocking=True)
         self._wait = lambda: None
         if checksums.is_cuda:
             end = torch.cuda.Event()
             end.record()
             self._wait = end.synchronize
 
-    def taken(self) -> Iterator[tuple[str, int]]:
-        """Yield the unit and the checksum of each bucket, if `take` was called since the last time."""
+    def _note_checksums(self) -> None:
+        """Note the checksums that were taken at the boundary before."""
+        # A GPU has computed them by now, so that reading them does not stall the host.
         if self._wait is None:
             return
         self._wait()
         self._wait = None
-        for (unit, _), value in zip(self._buckets, self._on_host.tolist(), strict=True):
-            yield unit, value
+        for (unit, _), value in zip(self._buckets, self._checksums.tolist(), strict=True):
+            what = f"parameters of unit {unit.name or 'root'!r}"
+            self._comm.log.note(LoggedCall.VALUES, what, ((("checksum", value),),))
 
 
 def checksum_of(bucket: Bucket) -> torch.Tensor:
@@ -107,12 +91,10 @@ def checksum_of(bucket: Bucket) -> torch.Tensor:
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """Return a number that depends on each bit of a flat tensor, and on the order of the bits.
-
-    The tensor is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number of
-    columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so that
-    equal changes in all rows do not cancel.
-    """
+    """Return a number that depends on each bit of a flat tensor, and on the order of the bits."""
+    # The tensor is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number
+    # of columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so
+    # that equal changes in all rows do not cancel.
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
     words = values.view(_INTEGERS[width])
     rows = words.numel() // _COLUMNS

@@ -34,7 +34,7 @@ KEPT = 512
 Details = tuple[tuple[tuple[str, Any], ...], ...]
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of a log: a transfer of the unit `what` (all its buckets together), or the call `what`."""
 
     kind: TransferKind | LoggedCall
@@ -50,22 +50,16 @@ class Entry(NamedTuple):
         return hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-class Lines(NamedTuple):
-    """The last entries of one scope, each with the digest of all entries before it. `first` is the number of others."""
+class LogTail(NamedTuple):
+    """The last entries of one scope. `first` is the number of those before them, which are not kept any more."""
 
     first: int
-    kept: list[tuple[bytes, Entry]]
+    entries: list[LogEntry]
+    digests: list[bytes]  # of what is before each of `entries`, and then of all entries
 
     @property
     def total(self) -> int:
-        return self.first + len(self.kept)
-
-    def digest_of(self, count: int) -> bytes:
-        """Return the digest of the first `count` entries, of which the last one or the one after it is kept."""
-        if count < self.total:
-            return self.kept[count - self.first][0]
-        before, last = self.kept[-1]
-        return last.digest(before)
+        return self.first + len(self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +69,17 @@ class StepLog:
     model: int  # the number of the model, the same on all ranks
     step: int
     ended: bool  # the rank has reached the boundary
-    lines: tuple[Lines, ...]  # one for each scope
+    tails: tuple[LogTail, ...]  # one for each scope
     inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
 
     def is_alone_in_call(self, other: StepLog, scope: Scope) -> bool:
         """Return whether this rank is in a shared call of the scope that the rank of `other` has not made yet."""
-        here, there = self.lines[scope.number], other.lines[scope.number]
-        return bool(self.inside and here.kept) and here.kept[-1][1].what == self.inside and there.total < here.total
+        here, there = self.tails[scope.number], other.tails[scope.number]
+        return bool(self.inside and here.entries) and here.entries[-1].what == self.inside and there.total < here.total
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LogDifference:
     """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
     If neither has an entry, the ranks differ among their first `number` entries, which are not kept any more. `lane` is
@@ -94,7 +88,7 @@ class Difference:
 
     number: int  # the position of the entry in the step
     ranks: tuple[int, int]
-    entries: tuple[Entry | None, Entry | None]
+    entries: tuple[LogEntry | None, LogEntry | None]
     lane: str
 
     @property
@@ -114,7 +108,7 @@ class Difference:
         return f"{subject} {self.number + 1} of the step was, on {', on '.join(where)}"
 
 
-def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | None:
+def _first_detail(one: LogEntry | None, other: LogEntry | None) -> tuple[str, str] | None:
     """Return the first detail in which two entries of the same call differ, as text for each of them."""
     if one is None or other is None or one.what != other.what:
         return None
@@ -143,13 +137,12 @@ class CollectiveLog:
         rank: int,
         model: int = 0,
         last: dict[Hashable, list[int]] | None = None,
-        lanes: tuple[SharedLane, ...] = (),
         first: int = 0,
     ) -> None:
         self.first = first
         self.rank, self.model, self._strategy, self._shared = rank, model, strategy, {} if last is None else last
         self._step, self._ended = 0, False
-        self.share(lanes)
+        self.share(())
 
     def share(self, lanes: tuple[SharedLane, ...]) -> None:
         """Compare the order of transfers on these shared communicators, too. Call it before the first entry."""
@@ -178,8 +171,7 @@ class CollectiveLog:
 
     def _begin(self) -> None:
         # Ranks that run models in different orders compare logs that may be identical but for the model.
-        self._digests = [self.model.to_bytes(DIGEST_BYTES, "little") for _ in self.scopes]
-        self._lines = [Lines(0, []) for _ in self.scopes]
+        self._tails = [LogTail(0, [], [self.model.to_bytes(DIGEST_BYTES, "little")]) for _ in self.scopes]
 
     def note(self, kind: TransferKind | LoggedCall, what: str, details: Details = ()) -> None:
         """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
@@ -193,42 +185,39 @@ class CollectiveLog:
             if last[0] != self.model:
                 noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
                 last[0] = self.model
-            entry, (first, kept) = Entry(kind, what, noted), self._lines[number]
-            kept.append((self._digests[number], entry))
-            self._digests[number] = entry.digest(self._digests[number])
-            if len(kept) == 2 * KEPT:
-                self._lines[number] = Lines(first + KEPT, kept[KEPT:])
+            entry, (first, entries, digests) = LogEntry(kind, what, noted), self._tails[number]
+            # The digest first: another thread that copies the entries, and then the digests, lacks none of these.
+            digests.append(entry.digest(digests[-1]))
+            entries.append(entry)
+            if len(entries) == 2 * KEPT:
+                self._tails[number] = LogTail(first + KEPT, entries[KEPT:], digests[KEPT:])
 
-    def turn(self) -> None:
+    def begin_step(self) -> None:
         self._step, self._ended = self._step + 1, False
         self._begin()
 
     def step_log(self, inside: str = "") -> StepLog:
         """Return the step log of the running step so far. Any thread may call this, at any time."""
-        lines = tuple(Lines(first, [*kept]) for first, kept in self._lines)
-        return StepLog(self.model, self._step, self._ended, lines, inside)
+        tails = tuple(LogTail(first, [*entries], [*digests]) for first, entries, digests in self._tails)
+        return StepLog(self.model, self._step, self._ended, tails, inside)
 
     def encoded(self) -> bytes:
         """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(self.bytes)
-        for scope, digest in zip(self.scopes, self._digests, strict=True):
-            start = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
+        for scope, tail in zip(self.scopes, self._tails, strict=True):
+            start, digest = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank]), tail.digests[-1]
             slots[start : start + SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
 
     def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
-        """Begin the step log of the next step, and raise if ranks differ in this one.
-
-        Args:
-            combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
-            of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
-        """
+        """Begin the log of the next step, and raise if ranks differ. `combined` is the maximum of all digests."""
+        # `combined` is the same on all ranks, so that all of them gather the logs, and raise.
         slots = [combined[start : start + SLOT_BYTES] for start in range(0, self.bytes, SLOT_BYTES)]
         groups = ((scope, group) for scope in self.scopes for group in range(scope.groups))
         equal = (slot[:DIGEST_BYTES].translate(_COMPLEMENT) == slot[DIGEST_BYTES:] for slot in slots)
         found = [group for group, is_equal in zip(groups, equal, strict=True) if not is_equal]  # whose members differ
         step_log = self.step_log()
-        self.turn()
+        self.begin_step()
         if not found:
             return
         for last in self._last:
@@ -252,28 +241,26 @@ class CollectiveLog:
 
 def difference(
     scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
-) -> Difference | None:
-    """Return the first difference between the step logs of two ranks, or None if there is none yet.
+) -> LogDifference | None:
+    """Return the first difference between the logs of two ranks, each with its number, or None if there is none yet.
 
-    Args:
-        one: A rank and its step log. The difference names ranks by the numbers that they have here.
-        ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
+    With `ended`, both logs are complete. Otherwise a missing entry is a difference only if its log has ended.
     """
     (rank, step_log), (peer, theirs) = one, other
     if (step_log.model, step_log.step) != (theirs.model, theirs.step):
         return None
-    here, there = step_log.lines[scope.number], theirs.lines[scope.number]
+    here, there = step_log.tails[scope.number], theirs.tails[scope.number]
     start = max(here.first, there.first)
     is_behind = min(here.total, there.total) < start  # by more entries than are kept
     if is_behind and not ended:
         return None
-    if is_behind or (start and here.digest_of(start) != there.digest_of(start)):
-        return Difference(start, (rank, peer), (None, None), scope.lane)
-    ours, others = ([entry for _, entry in each.kept[start - each.first :]] for each in (here, there))
+    if is_behind or (start and here.digests[start - here.first] != there.digests[start - there.first]):
+        return LogDifference(start, (rank, peer), (None, None), scope.lane)
+    ours, others = (each.entries[start - each.first :] for each in (here, there))
     for number, pair in enumerate(zip_longest(ours, others), start):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
-            return Difference(number, (rank, peer), pair, scope.lane)
+            return LogDifference(number, (rank, peer), pair, scope.lane)
     return None
 
 
@@ -285,7 +272,7 @@ def differing_islands(what: str) -> str:
     )
 
 
-def divergence_message(rank: int, found: Difference) -> str:
+def divergence_message(rank: int, found: LogDifference) -> str:
     for who, entry in zip(found.ranks, found.entries, strict=True):
         if entry is not None and entry.kind is LoggedCall.UNDECODED:
             return f"rank {rank}: rank {who} could not decode {entry.what}: {dict(entry.details[0])['problem']}"

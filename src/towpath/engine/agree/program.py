@@ -34,27 +34,23 @@ _END_OF_BACKWARD = "the end of the backward pass"
 
 @final
 class Program:
-    """The notes of what the program does with one model on one rank.
+    """What the user's program does with one model on one rank, as notes in the model's `CollectiveLog`."""
 
-    ShardTensors, optimizer hooks and the engine report to it, and it writes to the model's `CollectiveLog`. `zeroed`
-    counts the gradients that were set to zero in place since the last boundary.
-    """
+    # ShardTensors, optimizer hooks and the engine report to it. `zeroed` counts the gradients that were set to zero in
+    # place since the last boundary.
 
-    def __init__(self, log: CollectiveLog, watchdog: Watchdog) -> None:
-        self._log, self._watchdog = log, watchdog
+    def __init__(self, log: CollectiveLog, groups: Groups) -> None:
+        self._log, self._groups, self._watchdog = log, groups, Watchdog.of(groups)
         self.zeroed = 0
+        self._failure, self._agreements = "", 0  # the failed pass, if not all ranks have learned of it
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         """Note a step of an optimizer. `details`: the options of each of its groups."""
         self._log.note(LoggedCall.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
-        """Note the end of the last backward pass of a step.
-
-        Args:
-            kept: How many parameters have a `.grad` already, to which the new one will be added.
-            frozen: The names of parameters that required gradients at `shard()`, and do not now.
-        """
+        """Note the end of a step's last backward pass. `kept` parameters have a `.grad` already, to be added to."""
+        # `frozen` are the parameters that required gradients at `shard()`, and do not now.
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
         counted += (("frozen", frozen),) if frozen else ()
         self._log.note(LoggedCall.PROGRAM, _END_OF_BACKWARD, (counted,))
@@ -67,11 +63,7 @@ class Program:
 
     @contextmanager
     def shared(self, what: str, kind: LoggedCall | None) -> Generator[None]:
-        """Run a collective that the program has started, and note it.
-
-        Args:
-            kind: The kind of call, which decides the ranks that compare it. None for a call that is not compared.
-        """
+        """Run a collective that the program has started, and note it as a call of this kind. None is not compared."""
         if kind is not None:
             self._log.note(kind, what)
         self._watchdog.log = self._log
@@ -102,11 +94,8 @@ class Program:
                 )
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
-
-        Args:
-            work: The collective. None on a GPU, where it runs on the current stream and does not block the host.
-        """
+        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
+        # On a GPU there is no work to wait for: the collective runs on the current stream, and does not block the host.
         while work is not None:
             try:
                 work.wait(_LOOK)
@@ -116,49 +105,13 @@ class Program:
                     raise
             self._watchdog.raise_if_diverged()
 
-
-@final
-class EndOfBackward:
-    """A callback that autograd calls at the end of a backward pass.
-
-    If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
-    """
-
-    def __init__(self, through: weakref.WeakMethod[Callable[[], Any]], failed: weakref.WeakMethod[Callable[[], Any]]):
-        self._through, self._failed = through, failed
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        through = self._through()
-        if through is not None:
-            through()
-
-    def __del__(self) -> None:
-        failed = self._failed()
-        if not self._called and failed is not None:
-            failed()
-
-
-@final
-class FailedPasses:
-    """The failed passes of one model on one rank. Every rank must make its models in the same order.
-
-    The engine notes failures here, and calls `agree` before the next pass.
-    """
-
-    def __init__(self, groups: Groups, watchdog: Watchdog, log: CollectiveLog) -> None:
-        self._groups, self._watchdog, self._log = groups, watchdog, log
-        self._agreements = 0
-        self._failure = ""
-
-    def failed(self, what: str) -> None:
-        """Note a failed pass. Of several failures the first is kept."""
+    def pass_failed(self, what: str) -> None:
+        """Note a failed forward or backward pass. Of several failures the first is kept."""
         if self._groups.world > 1:
             self._failure = self._failure or what
             self._watchdog.status.failed(f"{self._failure}, and was caught")
 
-    def agree(self) -> None:
+    def agree_on_failure(self) -> None:
         """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
         if not self._failure:
             return
@@ -175,5 +128,26 @@ class FailedPasses:
             )
         finally:
             self._watchdog.status.failed("")
-        combined = bytes(map(max, zip(*words, strict=True)))
-        self._log.check(combined, self._groups.gather_objects)
+        self._log.check(bytes(map(max, zip(*words, strict=True))), self._groups.gather_objects)
+
+
+@final
+class EndOfBackward:
+    """A callback that autograd calls at the end of a backward pass."""
+
+    # If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
+
+    def __init__(self, through: weakref.WeakMethod[Callable[[], Any]], failed: weakref.WeakMethod[Callable[[], Any]]):
+        self._through, self._failed = through, failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        through = self._through()
+        if through is not None:
+            through()
+
+    def __del__(self) -> None:
+        failed = self._failed()
+        if not self._called and failed is not None:
+            failed()

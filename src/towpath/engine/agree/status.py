@@ -24,11 +24,7 @@ def is_capturing() -> bool:
 
 @final
 class RankStatus:
-    """The current activity of this rank, over all models of one process group.
-
-    `Record` and `FailedPasses` update it. `Watchdog` reads it, and posts it to the other ranks. `progress` is a
-    counter that rises whenever something begins or ends.
-    """
+    """What this rank does now, over all models of one process group. `progress` rises when anything begins or ends."""
 
     def __init__(self) -> None:
         self.progress = 0

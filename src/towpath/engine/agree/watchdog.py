@@ -7,11 +7,18 @@ things.
 On a GPU the host runs ahead, and a transfer that never ends blocks the device alone. So transfers that the device has
 not finished count as waiting, too. If they can never end, the device's process groups are aborted. The training thread
 then continues, and gets the error at its next transfer.
+
+Nor does the host notice there that a peer has died, until NCCL's own watchdog stops the device. So each rank holds a
+connection to the next one (`NextRank`), over which only a token is sent. The kernel closes it when that process ends,
+and its keepalive notices when that machine or the link to it fails.
 """
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,11 +30,10 @@ from typing import Any, final
 from towpath.core.queues import LoggedCall, Scope
 from towpath.daemons import start_daemon
 from towpath.engine.agree.digest import CollectiveLog, StepLog, difference, divergence_message
-from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
 from towpath.errors import StepError
 from towpath.logs import logger
-from towpath.topology.groups import Groups
+from towpath.topology.groups import Groups, rendezvous_address
 from towpath.topology.store import StatusStore
 
 _LOG = logger("engine")
@@ -40,9 +46,13 @@ _WARN_SECONDS = 60.0
 # The largest number of peers that a rank compares itself with, and that a message describes.
 _FEW = 16
 
+_PATIENCE_SECONDS = 5.0  # for a connection to the next rank
+# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _StatusNote:
     """What a rank without progress posts."""
 
     status: str
@@ -66,9 +76,9 @@ class Watchdog:
         self.meetings = 0  # the number of calls so far in which this rank waited for all ranks
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
-        self._neighbor: Neighbor | None = None  # made by `watch_processes`
+        self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
-        self.patience_seconds = groups.timeout_seconds
+        self.patience_seconds = groups.timeout.total_seconds()
         self.pause_seconds = min(_SILENT_SECONDS, self.patience_seconds / 4) / 2  # between two looks of the thread
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.broadcast_object(uuid.uuid4().hex)
@@ -91,8 +101,8 @@ class Watchdog:
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
-        if self._neighbor is None and self.world > 1:
-            self._neighbor = Neighbor(self._groups)
+        if self._next_rank is None and self.world > 1:
+            self._next_rank = NextRank(self._groups)
 
     # What errors say ------------------------------------------------------------------------------------------------
 
@@ -107,10 +117,9 @@ class Watchdog:
     def exchange(
         self, event: str, word: Any, why: str, omission: str, raise_if_stuck: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Return the word that each rank posts for `event`, by rank. Every rank uses an event once.
+        """Return by rank the word that each rank posts for `event`, which every rank uses once.
 
-        If some ranks do not come in time, raise a StepError that says `why` this rank waits, and their `omission`.
-        `raise_if_stuck` is called repeatedly while this rank waits, and may raise.
+        If some do not come in time, raise a StepError that says `why` this rank waits, and their `omission`.
         """
         words = self.store.exchange(event, word, self.patience_seconds, raise_if_stuck)
         missing = [rank for rank in range(self.world) if rank not in words]
@@ -137,12 +146,9 @@ class Watchdog:
     # What ranks post ------------------------------------------------------------------------------------------------
 
     def post(self, silent: bool) -> None:
-        """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
-
-        Else clear the posted status.
-        """
+        """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        note = _Note(status.describe(), self._step_log(), self.ended_peer(), status.failure)
+        note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure)
         self.store.post(note if silent or status.failure else None)
 
     def tell(self, failure: str) -> None:
@@ -170,7 +176,9 @@ class Watchdog:
                     self.diverged = found
                     return
 
-    def _compare(self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _Note, theirs: StepLog) -> str:
+    def _compare(
+        self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _StatusNote, theirs: StepLog
+    ) -> str:
         """Return why this rank and `rank` wait for each other, or "" if they may go on."""
         peer, calls = self.first + rank, {LoggedCall.PROGRAM, LoggedCall.SHARED}
         shared = [s for s in log.scopes if s.group_of[self.rank] == s.group_of[rank] and s.kinds & calls and not s.lane]
@@ -207,7 +215,7 @@ class Watchdog:
         if self.diverged:
             return
         lost = self.ended_peer()
-        if lost is None and self._neighbor is not None:
+        if lost is None and self._next_rank is not None:
             notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
             lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
@@ -221,7 +229,7 @@ class Watchdog:
 
     def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
-        return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
+        return self._next_rank.rank if self._next_rank is not None and self._next_rank.is_gone else None
 
     def release_device(self) -> None:
         """Abort the groups of a device in a transfer that can never end, so that the training thread can continue."""
@@ -260,3 +268,84 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
         del watchdog
         if stop.wait(pause):
             return
+
+
+@final
+class NextRank:
+    """A connection to the next rank, or from the last one to the first. It shows when that process ends."""
+
+    # Every rank must make one, at the same time.
+
+    def __init__(self, groups: Groups) -> None:
+        self.rank = (groups.rank + 1) % groups.world
+        self._connection: socket.socket | None = None
+        self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
+        with socket.create_server(("", 0)) as listener:
+            host, _, _ = rendezvous_address().rpartition(":")
+            # Something else may be listening at an address, or connect to it. The token shows who is meant.
+            token = uuid.uuid4().bytes
+            here = _own_address(host), listener.getsockname()[1]
+            peers: list[tuple[tuple[str, int], bytes]] = groups.gather_objects((here, token))
+            reason: object = "another process answered at its address"
+            try:
+                self._connection = _introduced(*peers[self.rank])
+            except OSError as error:
+                reason = error
+            self._from_previous = _accepted(listener, token)
+        have_accepted: list[bool] = groups.gather_objects(self._from_previous is not None)
+        if self._connection is not None and have_accepted[self.rank]:
+            return
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        _LOG.info("no connection to rank %d: this rank may notice late that its process ends (%s)", self.rank, reason)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection to the next rank was closed. False if there never was one."""
+        if self._connection is None:
+            return False
+        try:
+            return self._connection.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _own_address(other: str) -> str:
+    """Return the address of this machine on the route to `other`."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # sends nothing
+        return probe.getsockname()[0]
+    return socket.gethostname()
+
+
+def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
+    """Connect to `address`, and send `token`. The kernel watches the connection from then on."""
+    connection = socket.create_connection(address, _PATIENCE_SECONDS)
+    connection.sendall(token)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setblocking(False)
+    return connection
+
+
+def _accepted(listener: socket.socket, token: bytes) -> socket.socket | None:
+    """Return the first connection that brings `token`, or None if none does in time. Close the others."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while (left := end - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the time is over
+            break
+        with contextlib.suppress(OSError):
+            # The peer sent its token long ago. A stranger that sends nothing must not use up the time.
+            connection.settimeout(_PATIENCE_SECONDS / 10)
+            if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                return connection
+        connection.close()
+    return None

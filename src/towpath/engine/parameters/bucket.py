@@ -9,9 +9,8 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
     copy    numel / hpZ    compute dtype   the backward copy, if the strategy keeps one
     grads   numel / G      accumulate      the sum of gradients over the micro-steps so far (`gradients.py`)
 
-All of it is stored on the device, except for a P shard in host memory, and the master of a bucket whose optimizer works
-on the host (`OptimizerMemory` in `gradients.py`). The OS slice is inside the G slice, and the G slice inside the P
-slice.
+All of it is on the device, but for a P shard in host memory and the master of an optimizer that works on the host
+(`offload="optimizer"`). The OS slice is inside the G slice, and the G slice inside the P slice.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
 from towpath.core.buffers import Needs, largest
-from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
@@ -34,14 +32,14 @@ from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
 from towpath.engine.parameters.dtensors import TensorParallelMesh
 from towpath.engine.parameters.gradients import (
-    OptimizerMemory,
-    gradients_of,
-    host_is_apart,
-    moved_to_host,
+    FlatGradients,
+    UnsentGradients,
+    copied_to_host,
+    copy_to_device,
+    has_own_memory,
     slice_of,
-    slice_within,
 )
-from towpath.engine.parameters.initialise import Flat
+from towpath.engine.parameters.initialise import TakeSlice
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, EncodedSlice, ShardSpec
@@ -57,10 +55,7 @@ Buffers = dict[str, torch.Tensor]  # by dtype
 
 
 class SlotMemory:
-    """The buffers of all slots of weights, or of all slots of gradients. The engine holds one of each.
-
-    `needs` gives the elements by dtype that each unit needs. `made` counts the slots that were allocated.
-    """
+    """The buffers of all slots of weights, or of all slots of gradients. `made` counts the allocated slots."""
 
     def __init__(self, slots: Slots, needs: Sequence[Needs], device: torch.device) -> None:
         self._slots, self._needs, self._device = slots, needs, device
@@ -84,14 +79,13 @@ class SlotMemory:
     @property
     def nbytes(self) -> int:
         """The bytes of all slots, shared or reserved for one unit. The slot of a unit kept unsharded does not count."""
-        return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
+        return sum(buffer.nbytes for slot in self._slots.all for buffer in self.of(slot).values())
 
 
 class UnshardedParameter(nn.Parameter):
-    """An unsharded parameter whose `.data` counts writes. Modules see it while their unit is unsharded.
+    """An unsharded parameter, which modules see while their unit is unsharded. Its `.data` counts writes."""
 
-    The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
-    """
+    # The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
 
     @property
     def data(self) -> torch.Tensor:
@@ -125,7 +119,7 @@ class Bucket:
         self,
         layout: BucketLayout,
         plan: BucketPlan,
-        start: Flat,
+        start: TakeSlice,
         comm: CommContext,
         replica: Replica,
         mesh: TensorParallelMesh,
@@ -134,9 +128,12 @@ class Bucket:
         self.layout, self.rank, self.device = layout, comm.rank, comm.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[TransferKind, list[RankTransfer]] = {}
-        self._optimizer = OptimizerMemory(plan, self.device)
-        self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
-        self.bind(plan, comm)
+        # Gradients that are never sent stay as autograd made them.
+        if plan.gradients_stay:
+            self.gradients = UnsentGradients(plan, layout.places)
+        else:
+            self.gradients = FlatGradients(plan, layout.places, self.rank, self.device)
+        self.use_plan(plan, comm)
         self.version = ParamVersion(writes)
         self.synced_count = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
@@ -144,10 +141,12 @@ class Bucket:
         self.resting = EncodedShard(plan.rests_in, start(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start(plan.params, compute)
         if plan.params_on_host:
-            self.shard = moved_to_host(self.shard)
-        self._is_copied = plan.params_on_host and host_is_apart(self.device)
+            self.shard = copied_to_host(self.shard)
+        self._is_copied = plan.params_on_host and has_own_memory(self.device)
         if plan.has_master:
-            self.master = self._optimizer.holding(start(plan.optimizer, own))
+            self.master = start(plan.optimizer, own)
+            if plan.optimizer_on_host:
+                self.master = copied_to_host(self.master)
         else:
             self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
@@ -157,11 +156,11 @@ class Bucket:
         self.full = self.shard if self.always_whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
-            self._exchange(place, replica, mesh)
+            self._replace_parameter(place, replica, mesh)
         if self.always_whole:
             self.assign_slot(self.shard)
 
-    def bind(self, plan: BucketPlan, comm: CommContext) -> None:
+    def use_plan(self, plan: BucketPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on. Unchanged transfers keep their collectives, and so their state."""
         self.plan = plan
         changed = [
@@ -181,7 +180,7 @@ class Bucket:
 
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the part of this rank's P shard that is its OS slice."""
-        return slice_within(shard, self.plan.params, self.plan.optimizer, self.rank)
+        return slice_of(shard, self.plan.optimizer, self.rank, self.plan.params)
 
     def _view(self, place: ParameterPlace, dtype: torch.dtype) -> nn.Parameter:
         """Make the unsharded parameter that modules compute with: for a DTensor, with this rank's full local part."""
@@ -193,7 +192,7 @@ class Bucket:
         nowhere = self._empty(1, dtype).expand(place.shape)
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
-    def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
+    def _replace_parameter(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working."""
         # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, and
         # optimizers that have the DTensor are refused at their next step (`engine/optimizer_steps.py`).
@@ -210,7 +209,7 @@ class Bucket:
             place.names[0],
             self.layout.unit,
         )
-        start, end = where.in_cut()
+        start, end = where.bounds_in_slice()
         # Libraries put attributes on parameters, and swapping the tensors exchanges these, too.
         attributes = dict(vars(parameter))
         held = EncodedSlice(self.resting, start, end) if self.resting else self.master[start:end]
@@ -249,11 +248,11 @@ class Bucket:
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
-        region = self._region(workspace)
+        region = self._sync_region(workspace)
         # Differences are to the old values, which are in host memory here.
         if self._is_copied and self.plan.syncs_differences:
             region.copy_(self.shard, non_blocking=True)
-        new = self._own_slice(region) if self.plan.agrees_on_sizes else self._updated(region, workspace)
+        new = self._own_slice(region) if self.plan.agrees_on_sizes else self._cast_master(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             transfer.run(region, new, workspace)
         if self._is_copied:
@@ -261,18 +260,18 @@ class Bucket:
 
     def encode_param_sync(self, workspace: Workspace) -> None:
         """Cast the master as `param_sync` does, and encode the result, before the ranks agree on its size."""
-        region = self._region(workspace)
+        region = self._sync_region(workspace)
         mine, stored = self._own_slice(region), self._own_slice(self.shard)
         if self._is_copied:
             mine.copy_(stored, non_blocking=True)
-        new = self._updated(region, workspace)
+        new = self._cast_master(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             with transfer.explained():
                 transfer.collective.encode(region, new)
         if self._is_copied:
             stored.copy_(mine, non_blocking=True)
 
-    def _region(self, workspace: Workspace) -> torch.Tensor:
+    def _sync_region(self, workspace: Workspace) -> torch.Tensor:
         """Return the P shard, or memory for it on the device if it is stored in host memory."""
         # The parameter sync's stream writes to the host's copy, and the streams of gathers read it. The host itself
         # does neither. So the step machine's order suffices, as for a P shard on the device: a gather follows the
@@ -283,7 +282,7 @@ class Bucket:
         start, end = self.plan.synced_in
         return workspace.take(end, self.shard.dtype)[start:]
 
-    def _updated(self, region: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def _cast_master(self, region: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
@@ -293,7 +292,7 @@ class Bucket:
         if self.plan.has_master:
             if self.plan.cast_apart:
                 new = workspace.take(self.plan.cast_apart, new.dtype)
-            self._optimizer.param_sync(self.master, new, workspace)
+            copy_to_device(self.master, new, self.plan, workspace)
         return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:
@@ -354,7 +353,7 @@ class Bucket:
     # State and memory ---------------------------------------------------------------------------------------------
 
     @property
-    def keepers(self) -> dict[str, Collective | LowRankSync]:
+    def stateful(self) -> dict[str, Collective | LowRankSync]:
         """The collectives and the low-rank sync, which may keep state between steps, by their names in checkpoints."""
         found: dict[str, Collective | LowRankSync] = {}
         for kind, transfers in self.transfers.items():
@@ -376,7 +375,7 @@ class Bucket:
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.gradients.nbytes,
             "grad": 0 if on_host else self.gradients.mean_nbytes,
-            "feedback": sum(kept.nbytes for keeper in self.keepers.values() for kept in keeper.state),
+            "feedback": sum(kept.nbytes for keeper in self.stateful.values() for kept in keeper.state),
         }
 
     def host_memory_bytes(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,26 +50,16 @@ def boxes_of(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     if not shape:
         yield Box((), (), 0, 1)
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # complete rows
-    if first > last:  # all elements are in one row
-        yield from _inside(shape, start, end)
-        return
-    if start < first * row:
-        yield from _inside(shape, start, first * row)
-    if first < last:
-        rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (last - first, *rest), first * row, last * row)
-    if last * row < end:
-        yield from _inside(shape, last * row, end)
-
-
-def _inside(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Yield the elements [start, end), all in one row, as boxes."""
-    row = prod(shape[1:])
-    index = start // row
-    for box in boxes_of(shape[1:], start - index * row, end - index * row):
-        yield Box((index, *box.offsets), (1, *box.sizes), index * row + box.start, index * row + box.end)
+    row, rest = prod(shape[1:]), tuple(shape[1:])
+    # The first start of a row, and the last end of one. All elements may be inside one row, and then neither is inside.
+    borders = -(-start // row) * row, end // row * row
+    for first, last in pairwise(sorted({start, end, *(at for at in borders if start < at < end)})):
+        index = first // row
+        if first % row == last % row == 0:
+            yield Box((index, *(0 for _ in rest)), ((last - first) // row, *rest), first, last)
+            continue
+        for box in boxes_of(rest, first - index * row, last - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes), index * row + box.start, index * row + box.end)
 
 
 def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -114,23 +104,19 @@ def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> t
     return local[start : start + box.end - box.start].view(box.sizes)
 
 
-class SentShard(torch.Tensor):
-    """A ShardTensor that was sent to another process, without process groups. DCP can save it, and nothing else works.
+class PickledShard(torch.Tensor):
+    """A ShardTensor in another process, without process groups. DCP can save it, and nothing else works."""
 
-    `dcp.async_save` sends one if it is called with `async_checkpointer_type=AsyncCheckpointerType.PROCESS`.
-    """
+    # `dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS)` sends it.
 
     _local: torch.Tensor
     _boxes: Sequence[Box]
 
     @staticmethod
-    def __new__(cls: type[SentShard], shape: torch.Size, local: torch.Tensor, boxes: Sequence[Box]) -> SentShard:
+    def __new__(cls: type[PickledShard], shape: torch.Size, local: torch.Tensor, boxes: Sequence[Box]) -> PickledShard:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made._local, made._boxes = local, boxes
         return made
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return write_items(fqn, self._local, self.shape, self._boxes)
@@ -147,7 +133,7 @@ class SentShard(torch.Tensor):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parallel:
+class MeshPlacements:
     """Mesh and placements of a parameter that was a DTensor when `shard` got it. `ShardSpec` and the layout hold it."""
 
     mesh: DeviceMesh
@@ -184,7 +170,7 @@ class Parallel:
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `whole`, a full tensor with the same values on every rank of the mesh."""
+        """Return this rank's part of `whole`: a DTensor, or a full tensor with the same values on the entire mesh."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if isinstance(whole, DTensor):
@@ -192,20 +178,12 @@ class Parallel:
         everywhere = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
 
-    def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient, which autograd may have left in other placements, such as Partial."""
-        placed: Any = gradient
-        return placed.redistribute(placements=self.placements).to_local()
-
     def describe(self) -> str:
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
-def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, end: int) -> list[Box]:
-    """Return the elements [start, end) of this rank's part of a parameter as boxes of the full parameter.
-
-    `part` is the shape of this rank's part, and `start` and `end` count in the flattened part.
-    """
+def boxes_in_whole(part: Sequence[int], parallel: MeshPlacements | None, start: int, end: int) -> list[Box]:
+    """Return the elements [start, end) of this rank's flattened part, of shape `part`, as boxes of the parameter."""
     boxes = boxes_of(part, start, end)
     if parallel is None:
         return list(boxes)
@@ -213,7 +191,7 @@ def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, e
     return [replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True)))) for box in boxes]
 
 
-def parallel_of(parameter: nn.Parameter) -> Parallel | None:
+def parallel_of(parameter: nn.Parameter) -> MeshPlacements | None:
     """Return mesh and placements of `parameter` if it is a DTensor, otherwise None."""
     # Decided without importing DTensor, which takes up to a second.
     if type(parameter) is nn.Parameter:
@@ -222,7 +200,7 @@ def parallel_of(parameter: nn.Parameter) -> Parallel | None:
 
     if not isinstance(parameter, DTensor):
         return None
-    return Parallel(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
+    return MeshPlacements(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -234,22 +212,19 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelMesh:
-    """The tensor-parallel mesh of a model's DTensors, or no mesh if there are none.
-
-    Norms are combined over it in addition to the replica. A parameter that is replicated on it counts once.
-    """
+    """The tensor-parallel mesh of a model's DTensors, over which norms are combined, too. Without any, no groups."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     coordinate: tuple[int, ...] = ()
 
-    def copies(self, parallel: Parallel | None) -> list[dist.ProcessGroup]:
+    def copies(self, parallel: MeshPlacements | None) -> list[dist.ProcessGroup]:
         """Return the process groups of the mesh whose ranks hold the same part of a parameter."""
         if parallel is None:
             return list(self.groups)
         placed = zip(self.groups, parallel.placements, strict=True)
         return [group for group, placement in placed if placement.is_replicate()]
 
-    def counts(self, parallel: Parallel | None) -> bool:
+    def counts(self, parallel: MeshPlacements | None) -> bool:
         """Return whether this rank's copy counts in norms. A plain parameter is replicated on the entire mesh."""
         if parallel is None:
             return not any(self.coordinate)
@@ -257,7 +232,7 @@ class TensorParallelMesh:
         return not any(at for at, is_split in zip(self.coordinate, split, strict=True) if not is_split)
 
 
-def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
+def mesh_of(parameters: list[MeshPlacements]) -> TensorParallelMesh:
     """Return the mesh of a model's DTensors, which all share one."""
     if not parameters:
         return TensorParallelMesh()

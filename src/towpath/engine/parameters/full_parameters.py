@@ -21,10 +21,7 @@ from towpath.topology.together import together
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
-    """Return the units that hold the parameters of `modules`, and with the root its leaves.
-
-    Every rank must pass the same modules.
-    """
+    """Return the units that hold the parameters of `modules`, and with the root its leaves. Every rank must call it."""
     call = "full_parameters()"
     # Before the modules are compared, so that a rank that does not make the call is named.
     engine.comm.program.meet(call)
@@ -45,11 +42,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
 
 
 def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
-    """Unshard `units`, by default all, until `reshard`. Each gets memory of its own.
-
-    Returns:
-        The units that were not unsharded before. Pass them to `reshard`.
-    """
+    """Unshard `units`, by default all, until `reshard`. Return those that were not unsharded before."""
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
     with engine.comm.program.shared("full_parameters()", LoggedCall.PROGRAM):

@@ -1,6 +1,6 @@
 """The gradients of one bucket on one rank, from autograd's result to the mean in `.grad`.
 
-`FlatGradients` copies gradients to flat memory, from which they are reduced and synchronized. `OwnGradients` serves
+`FlatGradients` copies gradients to flat memory, from which they are reduced and synchronized. `UnsentGradients` serves
 buckets without any gradient transfer, as on one rank. There the optimizer gets autograd's own tensors, because a copy
 of all gradients would cost some percent of a step.
 """
@@ -26,19 +26,14 @@ from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 
 
-def slice_of(whole: torch.Tensor, cut: Partition, rank: int) -> torch.Tensor:
-    """Return the slice of `whole` that belongs to `rank` when `whole` is partitioned by `cut`."""
-    return whole.view(cut.count, -1)[cut.slots[rank]]
+def slice_of(memory: torch.Tensor, cut: Partition, rank: int, inside: Partition | None = None) -> torch.Tensor:
+    """Return the slice of `memory` that is `rank`'s in the partition `cut`.
 
-
-def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: int) -> torch.Tensor:
-    """Return the part of `outer` that belongs to `rank` in the partition `inner`.
-
-    `outer` is the rank's slice in the partition `cut`. `inner` must be as fine as `cut`, or finer.
+    `memory` is the entire flat buffer, or the rank's slice in the partition `inside`, which must not be finer.
     """
     # A finer partition splits each slice of the coarser one, and slots count along with it.
-    ratio = inner.count // cut.count
-    return outer.view(ratio, -1)[inner.slots[rank] % ratio]
+    count = cut.count // (inside.count if inside is not None else 1)
+    return memory.view(count, -1)[cut.slots[rank] % count]
 
 
 # With offload the host's memory holds the master, which is this rank's slice of the parameters in their own dtype.
@@ -58,46 +53,25 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def host_is_apart(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has memory of its own. Otherwise it works on host memory itself, without copies."""
     return device.type != "cpu"
 
 
-def moved_to_host(values: torch.Tensor) -> torch.Tensor:
+def copied_to_host(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of `values` in host memory, for copies to and from their device."""
     return host_memory(values.numel(), values.dtype, values.device).copy_(values)
 
 
-@final
-class OptimizerMemory:
-    """The optimizer-side memory of one bucket: on the bucket's device, or on the host with offload.
-
-    `Bucket` allocates its master here, which a parameter sync sends. `FlatGradients` allocates the mean gradients here.
-    """
-
-    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self._device, self._on_host = device, plan.optimizer_on_host
-        self._own, self._staged = torch_dtype(plan.own_dtype), plan.staged
-
-    def like(self, values: torch.Tensor) -> torch.Tensor:
-        """Allocate memory for as many elements as `values`, in the parameters' own dtype."""
-        if self._on_host:
-            return host_memory(values.numel(), self._own, self._device)
-        return torch.empty_like(values, dtype=self._own)
-
-    def holding(self, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` themselves, or with offload a copy of them on the host."""
-        return self.like(values).copy_(values) if self._on_host else values
-
-    def param_sync(self, master: torch.Tensor, target: torch.Tensor, workspace: Workspace) -> None:
-        """Copy the master to `target` on the device, and cast it there."""
-        if not self._staged:
-            target.copy_(master, non_blocking=True)
-            return
-        # Copied as it is, because a cast on the host would hold up the thread that enqueues the computation.
-        staged = workspace.take(self._staged, self._own)
-        for part, cast in zip(master.split(self._staged), target.split(self._staged), strict=True):
-            cast.copy_(staged[: part.numel()].copy_(part, non_blocking=True))
+def copy_to_device(master: torch.Tensor, target: torch.Tensor, plan: BucketPlan, workspace: Workspace) -> None:
+    """Copy a bucket's master to `target` on the device, and cast it there."""
+    if not plan.staged:
+        target.copy_(master, non_blocking=True)
+        return
+    # Copied as it is, because a cast on the host would hold up the thread that enqueues the computation.
+    staged = workspace.take(plan.staged, master.dtype)
+    for part, cast in zip(master.split(plan.staged), target.split(plan.staged), strict=True):
+        cast.copy_(staged[: part.numel()].copy_(part, non_blocking=True))
 
 
 Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
@@ -168,7 +142,7 @@ class BucketGradients(ABC):
         # replicas.
         parallel = self._places[index].parallel
         if parallel is not None:
-            gradient = parallel.part_of_gradient(gradient)
+            gradient = parallel.part_of(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         # With reentrant checkpoints a parameter gets several gradients in one micro-step.
@@ -266,15 +240,8 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
         )
 
 
-def gradients_of(
-    plan: BucketPlan, places: Sequence[ParameterPlace], optimizer: OptimizerMemory, rank: int, device: torch.device
-) -> BucketGradients:
-    """Return the gradients of one bucket: `OwnGradients` if none of its gradients is ever sent, or `FlatGradients`."""
-    return OwnGradients(plan, places) if plan.gradients_stay else FlatGradients(plan, places, optimizer, rank, device)
-
-
 @final
-class OwnGradients(BucketGradients):
+class UnsentGradients(BucketGradients):
     """Gradients that stay as autograd made them: the same tensors become `.grad`, without any transfer."""
 
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
@@ -311,7 +278,7 @@ class OwnGradients(BucketGradients):
                 wide.append(own)
                 narrow.append(gradient.reshape(-1))
             else:
-                own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
+                own = gradient if _shares_no_memory(gradient) else gradient.clone()
                 self._sums[index] = own.reshape(-1)
         if wide:
             torch._foreach_copy_(wide, narrow)  # pyright: ignore
@@ -339,7 +306,7 @@ class OwnGradients(BucketGradients):
         self._sums = [None] * len(self._sums)
 
 
-def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
+def _shares_no_memory(gradient: torch.Tensor) -> bool:
     """Return whether no other tensor shares the memory of `gradient`."""
     # Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
     # it, would then change the other.
@@ -356,16 +323,9 @@ class FlatGradients(BucketGradients):
     `sums` is this rank's slice of the summed gradients (the G shard). It is allocated in the first micro-step.
     """
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        places: Sequence[ParameterPlace],
-        optimizer: OptimizerMemory,
-        rank: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace], rank: int, device: torch.device) -> None:
         super().__init__(plan, places)
-        self._optimizer, self._rank, self._device = optimizer, rank, device
+        self._rank, self._device = rank, device
         self._transfers: Transfers = {}
         self.sums: torch.Tensor | None = None
         self._holds_sums = False
@@ -499,17 +459,21 @@ class FlatGradients(BucketGradients):
             # `.grad` has the parameters' dtype, or is in host memory. The copy to the host runs in the order of this
             # queue, and the boundary waits for it on the host.
             if self._mean is None:
-                self._mean = self._optimizer.like(mine)
+                own = torch_dtype(self.plan.own_dtype)
+                on_host = self.plan.optimizer_on_host
+                self._mean = (
+                    host_memory(mine.numel(), own, mine.device) if on_host else torch.empty_like(mine, dtype=own)
+                )
             self._mean.copy_(mine, non_blocking=True)
 
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
-        return slice_within(shard, self.plan.grads, self.plan.optimizer, self._rank)
+        return slice_of(shard, self.plan.optimizer, self._rank, self.plan.grads)
 
     def _means(self) -> Sequence[torch.Tensor]:
         assert self.sums is not None
         mean = self._mean if self._mean is not None else self._own_slice(self.sums)
         spans = [place.parameter.shard_spec for place in self._places if isinstance(place.parameter, ShardTensor)]
-        return [mean[slice(*shard_spec.in_cut())] for shard_spec in spans]
+        return [mean[slice(*shard_spec.bounds_in_slice())] for shard_spec in spans]
 
     def restart(self) -> None:
         """Drop the sums. The next reduction overwrites the G shard."""

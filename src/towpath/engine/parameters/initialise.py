@@ -2,24 +2,28 @@
 
 FromModel    the values of rank 0's model, or those that its modules initialize; rank 0 broadcasts each unsharded bucket
 FromValues   the user's `values(name, start, end)`; each rank calls it only for the elements that it holds
+
+Transformers models get a `reset_parameters()` for each module, by which `FromModel` initializes them.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace, is_saved, torch_dtype
 from towpath.engine.parameters.dtensors import TensorParallelMesh, local_part
-from towpath.errors import ShardError, TowpathError
+from towpath.errors import ConfigError, ShardError, TowpathError
 from towpath.topology.groups import Groups
 
 # `values(name, start, end)` returns the elements [start, end) of the parameter `name` in row-major order. They are 1-D
@@ -30,10 +34,10 @@ Values = Callable[[str, int, int], torch.Tensor]
 
 # Returns this rank's slice of a bucket's initial values in a partition, in new memory. `Bucket` takes its slices before
 # the next bucket is requested.
-Flat = Callable[[Partition, torch.dtype], torch.Tensor]
+TakeSlice = Callable[[Partition, torch.dtype], torch.Tensor]
 
 
-class Source(ABC):
+class InitialValues(ABC):
     """The source of a model's initial values. `build` uses one for all buckets and buffers.
 
     `failure` is the error of this rank, if any, once all values were requested. Other ranks do not know it yet.
@@ -42,9 +46,8 @@ class Source(ABC):
     failure: TowpathError | None = None
 
     @abstractmethod
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Return the initial values of one bucket."""
-        ...
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values of the persistent buffer `name`, or `buffer` itself if the model has the values."""
@@ -52,7 +55,7 @@ class Source(ABC):
 
 
 @final
-class FromModel(Source):
+class FromModel(InitialValues):
     """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
 
     def __init__(
@@ -65,9 +68,15 @@ class FromModel(Source):
         self._rank, self._job, self._mesh, self._device, self._starts = groups.rank, job, mesh, device, starts
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Initialize one unsharded bucket on each rank that starts, and overwrite it with rank 0's values."""
-        whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
+        dtype = torch_dtype(plan.own_dtype)
+        nbytes = plan.numel * dtype.itemsize
+        if self._room.numel() < nbytes:
+            # All buckets share one buffer, or the heap would get fragmented. It is freed before a larger one is made.
+            self._room = self._room.new_empty(0)
+            self._room = self._room.new_empty(nbytes)
+        whole = self._room[:nbytes].view(dtype).zero_()
         if self._starts:
             with torch.no_grad(), _materialised(layout.places, whole):
                 for place in layout.places:
@@ -83,22 +92,13 @@ class FromModel(Source):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
         return lambda cut, dtype: whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
 
-    def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
-        needed_bytes = numel * dtype.itemsize
-        if self._room.numel() < needed_bytes:
-            # Free the buffer before the larger one is allocated.
-            self._room = self._room.new_empty(0)
-            self._room = self._room.new_empty(needed_bytes)
-        return self._room[:needed_bytes].view(dtype).zero_()
-
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
-PIECE = 1 << 22
+MOST_PER_CALL = 1 << 22
 
 
 @final
-class FromValues(Source):
+class FromValues(InitialValues):
     """The values that the user's function returns (`shard(values=)`).
 
     After a failure the remaining parameters are zero, so that the ranks can finish their collectives. Then all raise.
@@ -107,7 +107,7 @@ class FromValues(Source):
     def __init__(self, values: Values, rank: int, device: torch.device) -> None:
         self._values, self._rank, self._device = values, rank, device
 
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Return the values of one bucket. The user's function is called when slices are taken."""
 
         def part(cut: Partition, dtype: torch.dtype) -> torch.Tensor:
@@ -131,18 +131,14 @@ class FromValues(Source):
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
-        """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
-
-        Returns:
-            Whether a name was known.
-        """
+        """Fill `target` with the elements from `start` on, under the first known name. Return whether one was known."""
         # An error is kept for `failure`. That no name is known counts as an error only if `needed`.
         for name in names:
             try:
-                for at in range(0, target.numel(), PIECE):
-                    piece = target[at : at + PIECE]
+                for at in range(0, target.numel(), MOST_PER_CALL):
+                    piece = target[at : at + MOST_PER_CALL]
                     if self.failure is None:
-                        piece.copy_(self._ask(name, start + at, start + at + piece.numel(), piece))
+                        piece.copy_(self._call_values(name, start + at, start + at + piece.numel(), piece))
                 return True
             except KeyError:
                 continue
@@ -159,7 +155,7 @@ class FromValues(Source):
             )
         return False
 
-    def _ask(self, name: str, start: int, end: int, like: torch.Tensor) -> torch.Tensor:
+    def _call_values(self, name: str, start: int, end: int, like: torch.Tensor) -> torch.Tensor:
         found = self._values(name, start, end)
         if found.shape != (end - start,) or found.is_floating_point() != like.is_floating_point():
             kind = "floating" if like.is_floating_point() else "whole"
@@ -180,10 +176,13 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
     for module in owners.values():
         for attribute, parameter in _parameters(module).items():
             if parameter is not None:
-                _parameters(module)[attribute] = _empty(parameter, flat.device)
+                # Of the full shape for a DTensor, too. To initialize local parts would be wrong: with equal seeds all
+                # parts would be equal, and with different seeds the replicated parts would differ.
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=flat.device)
+                _parameters(module)[attribute] = nn.Parameter(values, parameter.requires_grad)
     for place in absent:
         if place.parallel is None:
-            _set(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
+            _set_parameter(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
     try:
         for place in absent:
             module, attribute = place.owners[0]
@@ -191,21 +190,14 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
                 _initialiser(module, f"parameter {attribute!r}", place.names[0])()
         for place in absent:
             if place.parallel is not None:
-                _take_part(place, flat)
+                _take_local_part(place, flat)
         yield
     finally:
         for module, parameters in before:
             _parameters(module).update(parameters)
 
 
-def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialized parameter of the full shape, for a DTensor too."""
-    # Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
-    # different seeds the replicated parts would differ.
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
-
-
-def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
+def _take_local_part(place: ParameterPlace, flat: torch.Tensor) -> None:
     """Copy this rank's part of a DTensor to `flat`, from the full tensor that the mesh's first rank initialized."""
     module, attribute = place.owners[0]
     whole, parallel = module.get_parameter(attribute), place.parallel
@@ -215,10 +207,10 @@ def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
         dist.broadcast(whole.detach(), group=group, group_src=0)
     part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
     place.of(flat).copy_(whole[part])
-    _set(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
+    _set_parameter(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
 
 
-def _set(place: ParameterPlace, values: nn.Parameter) -> None:
+def _set_parameter(place: ParameterPlace, values: nn.Parameter) -> None:
     for module, attribute in place.owners:
         _parameters(module)[attribute] = values
 
@@ -247,16 +239,8 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
 
 def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
     """Raise ShardError if a parameter of `places` is on the meta device, and its module cannot initialize it."""
-    _check_adapters(model)
-    for place in places:
-        if place.parameter.is_meta:
-            module, attribute = place.owners[0]
-            _initialiser(module, f"parameter {attribute!r}", place.names[0])
-
-
-def _check_adapters(model: nn.Module) -> None:
-    """Raise ShardError if adapters of PEFT are on the meta device: PEFT alone knows that some of them begin at zero."""
     for path, module in model.named_modules():
+        # PEFT alone knows that some of its adapters begin at zero.
         adapters = getattr(module, "adapter_layer_names", ())  # the layers of PEFT have this
         for name, parameter in module.named_parameters() if adapters else ():
             if parameter.is_meta and name.partition(".")[0] in adapters:
@@ -264,9 +248,13 @@ def _check_adapters(model: nn.Module) -> None:
                     f"{path}.{name} is on the meta device, and only PEFT can initialize its adapters. Load the model "
                     "on a real device on rank 0, whose values all ranks take, or pass values=, which gives them."
                 )
+    for place in places:
+        if place.parameter.is_meta:
+            module, attribute = place.owners[0]
+            _initialiser(module, f"parameter {attribute!r}", place.names[0])
 
 
-def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
+def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: InitialValues) -> None:
     """Make the buffers that are on the meta device."""
     # Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
     for path, module in model.named_modules():
@@ -294,3 +282,73 @@ def _initialiser(module: nn.Module, what: str, name: str) -> Callable[[], Any]:
         f"{name} is on the meta device, and {type(module).__name__} has no reset_parameters() that would give its "
         f"{what} values. Add the method, or build the model on a real device on rank 0, whose values all ranks take."
     )
+
+
+# Each module of a Transformers model on the meta device gets a `reset_parameters()` that calls the model's
+# `_init_weights` on it, and then on the modules around it: GPT-2 scales a projection from the attention that holds it.
+# Buffers that no file keeps, such as rotary frequencies, get their values in the same way.
+
+# A module and those around it, from the inside out, each with the `_init_weights` that applies to it.
+Chain = tuple[tuple[nn.Module, Callable[[nn.Module], None]], ...]
+
+
+def add_reset_parameters(model: nn.Module) -> None:
+    """Give the modules of each Transformers model in `model`, or of `model` itself, a `reset_parameters()`."""
+    # Importing Transformers takes seconds, and a model of it has imported it already.
+    if "transformers" not in sys.modules:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        _add(model, model, (), None)
+    else:
+        for child in model.children():
+            add_reset_parameters(child)
+
+
+def _add(model: nn.Module, module: nn.Module, around: Chain, initialize: Any) -> None:
+    initialize = getattr(module, "_init_weights", initialize)
+    chain: Chain = ((module, initialize), *around)
+    if any(True for _ in _own_tensors(module)):
+        module.reset_parameters = partial(_reset, model, chain)  # pyright: ignore[reportArgumentType]
+    for child in module.children():
+        _add(model, child, chain, initialize)
+
+
+def _reset(model: nn.Module, chain: Chain) -> None:
+    """Initialize the first module of `chain`: with its own `_init_weights`, then those of the modules around it."""
+    # Its buffers are filled with NaN, or the least integer, before. So a buffer that gets no values is found.
+    from transformers import initialization
+
+    module = chain[0][0]
+    buffers = {
+        n: b for n, b in module.named_buffers(recurse=False) if b.device.type != "meta" and b.dtype != torch.bool
+    }
+    for buffer in buffers.values():
+        buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+    # Transformers marks tensors that a file has given values, and its init functions leave these as they are.
+    with torch.no_grad(), initialization.guard_torch_init_functions(), _others_marked_initialized(model, module):
+        for part, initialize in chain:
+            initialize(part)
+    for name, buffer in buffers.items():
+        if (buffer.isnan() if buffer.is_floating_point() else buffer == torch.iinfo(buffer.dtype).min).any():
+            raise ConfigError(f"{type(module).__name__} gives its buffer {name!r} no values when it is built on meta.")
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+@contextmanager
+def _others_marked_initialized(model: nn.Module, module: nn.Module) -> Generator[None]:
+    """Mark all tensors except those of `module`, so that transformers draws no values for them."""
+    own = {id(t) for t in _own_tensors(module)}
+    others: list[Any] = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own]
+    for tensor in others:
+        tensor._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for tensor in others:
+            del tensor._is_hf_initialized

@@ -24,10 +24,9 @@ from towpath.engine.transfer_queues import RankTransfer
 
 
 class LowRankSync:
-    """The low-rank gradient sync of one bucket, with its state between steps. `FlatGradients` holds and runs it.
+    """The low-rank gradient sync of one bucket, and its state between steps. `transfers`: two messages, P first."""
 
-    `transfers` are those of its two messages, P first.
-    """
+    seeds: tuple[RoundingSeeds, ...] = ()  # it does not round at random
 
     def __init__(self, plan: BucketPlan, factored: Factored, transfers: Sequence[RankTransfer], device: torch.device):
         self.factored, self._transfers = factored, transfers
@@ -44,11 +43,6 @@ class LowRankSync:
     def state(self) -> tuple[torch.Tensor, ...]:
         """The tensors that are kept between steps: the second factors, and with error feedback the errors."""
         return (self._factors, self._errors) if self._errors.numel() else (self._factors,)
-
-    @property
-    def seeds(self) -> tuple[RoundingSeeds, ...]:
-        """No random draws: low rank does not round stochastically."""
-        return ()
 
     def restart(self) -> None:
         self._errors.zero_()
@@ -97,9 +91,8 @@ class LowRankSync:
             # The next step starts with these factors: a power iteration over the steps, which converges while gradients
             # change slowly.
             kept.copy_(torch.where(finite, with_unit_columns(factor, kept), kept))
-        for (start, end), values in zip(
-            self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
-        ):
+        sizes = [end - start for start, end in self.factored.plain]
+        for (start, end), values in zip(self.factored.plain, rest.split(sizes), strict=True):
             # The division is in the dtype of the sums, which may be wider.
             region[start:end].copy_(values).div_(divisor)
 
@@ -126,9 +119,5 @@ def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
 
 def _cut(memory: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return views of `memory` with the given shapes, one after the other."""
-    found: list[torch.Tensor] = []
-    start = 0
-    for rows, columns in shapes:
-        found.append(memory[start : start + rows * columns].view(rows, columns))
-        start += rows * columns
-    return found
+    sizes = [rows * columns for rows, columns in shapes]
+    return [part.view(*shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)]

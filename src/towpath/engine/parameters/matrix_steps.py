@@ -30,7 +30,7 @@ from towpath.errors import CheckpointError, StepError
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullMatrix:
     """A full parameter and its gradient on the rank that owns it. The memory is valid during its round."""
 
     name: str
@@ -38,7 +38,7 @@ class Whole:
     gradient: torch.Tensor | None
 
 
-Iteration = Callable[[Sequence[Whole]], None]
+Iteration = Callable[[Sequence[FullMatrix]], None]
 
 
 class MatrixSteps:
@@ -121,33 +121,28 @@ class MatrixSteps:
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield for each parameter its name and its owner's optimizer state, broadcast tensor by tensor.
-
-        Every rank must call this.
-
-        `wanted`: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
-        """
+        """Yield each parameter's name and its owner's optimizer state, where `wanted`. Every rank must call it."""
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
-            {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
+            {
+                name: {key: _outline(f"{name}.{key}", value) for key, value in state.items()}
+                for name, state in mine.items()
+            }
         )
         # Before anything is yielded, and on every rank, whichever of them owns such a state.
-        outlines = ((f"{name}.{key}", o) for all_ in told for name, state in all_.items() for key, o in state.items())
-        for path, outline in outlines:
-            if isinstance(outline, _Outline) and outline.kind:
-                raise not_savable(path, outline.kind)
+        for error in (o for all_ in told for s in all_.values() for o in s.values() if isinstance(o, CheckpointError)):
+            raise error
         for name in self.parameters:
             rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
             if rank is None:
                 continue
             state: dict[str, Any] = {}
             for key, value in told[rank][name].items():
-                if isinstance(value, _Outline):
-                    own = mine[name][key] if groups.rank == rank else None
-                    shape, dtype = value.shape, value.dtype
+                if isinstance(value, torch.Tensor) and value.is_meta:
                     # Cloned, because the caller keeps the result while the optimizer goes on.
-                    here = torch.empty(shape, dtype=dtype, device=self._comm.device) if own is None else own.clone()
+                    own = mine[name][key].clone() if groups.rank == rank else None
+                    here = torch.empty_like(value, device=self._comm.device) if own is None else own
                     groups.broadcast(here, rank)
                     value = here.to(device or here.device) if wanted else None
                 state[key] = value
@@ -177,14 +172,14 @@ class MatrixSteps:
                 start = end
         return found
 
-    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
+    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[FullMatrix]:
         gathered = self._gathered(each, buffer_index)
-        found: list[Whole] = []
+        found: list[FullMatrix] = []
         for m in each.owned(self._slot):
             # A matrix that this rank holds entirely stays where it is.
             weight = gathered[m.name][1] if m.name in gathered else self._weight(m)
             gradient = (gathered[m.name][0] if m.name in gathered else self._gradient(m)) if gradients else None
-            found.append(Whole(m.name, weight.view(m.shape), None if gradient is None else gradient.view(m.shape)))
+            found.append(FullMatrix(m.name, weight.view(m.shape), None if gradient is None else gradient.view(m.shape)))
         return found
 
     # Transfers -------------------------------------------------------------------------------------------------------
@@ -208,23 +203,13 @@ class MatrixSteps:
         return self._comm.queues.submit(task.kind, bound, runs, after)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """Shape and dtype of a state tensor, which owners send to all ranks before the tensor itself.
-
-    `kind` is the class name of a tensor that is made of other tensors, and otherwise empty.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    kind: str = ""
-
-
-def _outline(value: Any) -> Any:
+def _outline(path: str, value: Any) -> Any:
+    """Return a value of a state, of a tensor without its elements; or the error if checkpoints cannot hold it."""
     if not isinstance(value, torch.Tensor):
         return value
-    kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else ""
-    return _Outline(value.shape, value.dtype, kind) if value.dim() or kind else value.cpu()
+    if is_traceable_wrapper_subclass(value):
+        return not_savable(path, type(value).__name__)
+    return value.to("meta") if value.dim() else value.cpu()
 
 
 def not_savable(path: str, kind: str) -> CheckpointError:

@@ -34,6 +34,13 @@ WHOLE = "whole"
 # The `order` of a Partial that an operation of the loss has written to. Only its earlier value gets a mean gradient.
 _WRITTEN = "written"
 
+# How norms of these orders are combined. Those of other orders are combined as sums of powers.
+_REDUCE_OPS: dict[float | str, Any] = {
+    math.inf: dist.ReduceOp.MAX,
+    -math.inf: dist.ReduceOp.MIN,
+    0: dist.ReduceOp.SUM,
+}
+
 # `ShardTensor` and `Partial` work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
 
@@ -117,9 +124,6 @@ class Partial(torch.Tensor):
         made.part, made.order, made.replica, made.names, made.averaged = values, order, replica, names, None
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
-
     @staticmethod
     def norms_of(
         locals_: Sequence[torch.Tensor], order: float, specs: Sequence[ShardSpec], dtype: torch.dtype | None = None
@@ -157,15 +161,9 @@ class Partial(torch.Tensor):
         order, values, names = self.order, self.part, self._names_in_order()
         if order in (WHOLE, _WRITTEN):
             combined = values
-        elif isinstance(order, str) or order == 0 or math.isinf(order):
-            op = (
-                dist.ReduceOp.MAX
-                if order == math.inf
-                else dist.ReduceOp.MIN
-                if order == -math.inf
-                else dist.ReduceOp.SUM
-            )
-            combined = self.replica.combine(values.clone(), names, op)
+        elif isinstance(order, str) or order in _REDUCE_OPS:
+            # A sum, or a norm that needs no powers: the largest, the smallest, or the number of elements other than 0.
+            combined = self.replica.combine(values.clone(), names, _REDUCE_OPS.get(order, dist.ReduceOp.SUM))
         else:
             combined = self.replica.combine(values.abs().pow(order), names).pow(1.0 / order)
         return combined.to(self.dtype)
@@ -257,10 +255,7 @@ class Partial(torch.Tensor):
         return on_whole()
 
     def become_whole(self) -> None:
-        """Combine the value in place, before an operation such as `clamp_` writes to it.
-
-        Every rank of the replica must call it.
-        """
+        """Combine the value in place on all ranks of the replica, before an operation such as `clamp_` writes to it."""
         was_written = self.order == _WRITTEN or torch.is_grad_enabled()
         self.part, self.order = self.resolve(), _WRITTEN if was_written else WHOLE
 
@@ -274,10 +269,7 @@ class Partial(torch.Tensor):
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Return the norm of order `order` over all elements of ShardTensors, which may belong to several models.
-
-    Every rank that shares the tensors must call it. Without tensors the norm is zero.
-    """
+    """Return the norm over all elements of ShardTensors, which may be of several models. Every rank must call it."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]

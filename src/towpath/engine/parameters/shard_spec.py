@@ -17,7 +17,7 @@ from towpath.codecs.kernels import kernels_for
 from towpath.collectives.backend import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
-from towpath.engine.parameters.dtensors import Parallel
+from towpath.engine.parameters.dtensors import MeshPlacements
 from towpath.engine.parameters.partial_sums import Replica
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class ShardSpec:
     cut: int  # length of a slice of the flat buffer
     slot: int  # number of the slice of the flat buffer that this rank holds
     replica: Replica
-    parallel: Parallel | None = None
+    parallel: MeshPlacements | None = None
     counts: bool = True  # whether this copy counts in norms and sums; of copies on a tensor-parallel mesh, one does
     holders: tuple[int, ...] = ()  # the ranks that hold the same slice, including this one
     name: str = ""  # name of the parameter
@@ -76,7 +76,7 @@ class ShardSpec:
         start, end = self.bounds()
         return (whole if self.parallel is None else self.parallel.part_of(whole)).reshape(-1)[start:end]
 
-    def in_cut(self) -> tuple[int, int]:
+    def bounds_in_slice(self) -> tuple[int, int]:
         """Return the same elements as positions [start, end) in this rank's slice of the flat buffer."""
         start, end = self.bounds()
         base = self.slot * self.cut - self.offset
@@ -89,10 +89,7 @@ class ShardSpec:
 
 
 class EncodedShard:
-    """One bucket's P shard, stored encoded: the scales, then the codes, as one message of the codec.
-
-    `Bucket` holds it for frozen parameters. It has `elements` elements in full blocks, and users see them in `dtype`.
-    """
+    """A frozen bucket's P shard, stored as one message of a codec: the scales, then the codes."""
 
     def __init__(self, codec: Codec, values: torch.Tensor) -> None:
         """Encode `values`. They are rounded here, and not again unless they are written to."""

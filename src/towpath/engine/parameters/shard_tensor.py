@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import zip_longest
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -19,7 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as known_to_clip
 from towpath.core.formats import Codec
 from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ParamVersion
-from towpath.engine.parameters.dtensors import Box, SentShard, box_at, boxes_in_whole, chunks_of, write_items
+from towpath.engine.parameters.dtensors import Box, PickledShard, box_at, boxes_in_whole, chunks_of, write_items
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, WHOLE, Partial, written_by
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
 from towpath.errors import ShardError
@@ -35,10 +36,9 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class RunningStep:
-    """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
+    """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages."""
 
-    Hooks set both around each step (`engine/optimizer_steps.py`).
-    """
+    # Hooks set both around each step (`engine/optimizer_steps.py`).
 
     optimizer: str = ""
     remedy: Callable[[], str] = str
@@ -97,9 +97,6 @@ class ShardTensor(torch.Tensor):
         )
         made.held, made.shard_spec, made.version, made.slices_gradient = held, where, version, None
         return made
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -165,9 +162,7 @@ class ShardTensor(torch.Tensor):
             "change .grad after backward() instead."
         )
 
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Raise `ShardError`, as `register_hook` does."""
-        self.register_hook(hook)
+    register_post_accumulate_grad_hook = register_hook
 
     def untyped_storage(self) -> NoReturn:
         """Raise `ShardError`: no storage has the shape of this tensor."""
@@ -176,9 +171,7 @@ class ShardTensor(torch.Tensor):
             f"of it, to_local(). {_TO_SAVE}"
         )
 
-    def storage(self) -> NoReturn:
-        """Raise `ShardError`, as `untyped_storage` does."""
-        self.untyped_storage()
+    storage = untyped_storage
 
     def data_ptr(self) -> int:
         """Return 0, as for any tensor that wraps others. For a parameter, raise `ShardError`."""
@@ -232,10 +225,7 @@ class ShardTensor(torch.Tensor):
         return box_at(index, self.local.detach(), self.boxes())
 
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
-        """Return this rank's elements as boxes of the full tensor.
-
-        `among` limits the result to the elements [start, end), in the numbering of `shard_spec.bounds()`.
-        """
+        """Return this rank's elements, or those `among` two bounds of them, as boxes of the full tensor."""
         shard_spec = self.shard_spec
         if not self.numel():
             return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]
@@ -391,18 +381,14 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
 def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
-    return SentShard, (tensor.shape, tensor.local.detach(), boxes)
+    return PickledShard, (tensor.shape, tensor.local.detach(), boxes)
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation on the slices. Its lists of tensors are matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
-    wheres: list[ShardSpec | None] = [None] * max(len(a) for a in lists)
-    for tensors in lists:
-        for i, tensor in enumerate(tensors):
-            if wheres[i] is None and isinstance(tensor, ShardTensor):
-                wheres[i] = tensor.shard_spec
+    wheres = [next((t.shard_spec for t in at if isinstance(t, ShardTensor)), None) for at in zip_longest(*lists)]
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -424,9 +410,9 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
-    for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
-        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.shard_spec.replica.program is not None:
-            tensor.shard_spec.replica.program.zeroed += 1
+    for tensor in args[0] if several else args[:1]:
+        if isinstance(tensor, ShardTensor) and tensor.version is None and (log := tensor.shard_spec.replica.program):
+            log.zeroed += 1
     return (_listwise if several else _elementwise)(func, args, kwargs)
 
 
@@ -526,12 +512,8 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 _MIN, _MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 _EXTREMES = {
-    aten.max: _MAX,
-    aten.amax: _MAX,
-    aten.any: _MAX,
-    aten.min: _MIN,
-    aten.amin: _MIN,
-    aten.all: _MIN,
+    **dict.fromkeys((aten.max, aten.amax, aten.any), _MAX),
+    **dict.fromkeys((aten.min, aten.amin, aten.all), _MIN),
 }
 
 

@@ -1,17 +1,23 @@
 """One unit on one rank: its modules, its buckets, and the memory in which its weights are unsharded.
 
-The executor reads from it what its transfers read and write.
+The executor reads from it what its transfers read and write. `ParamSyncs` lets ranks agree on the sizes of messages
+that only the device knows, and raises where one could not be decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import final
 
 import torch
 from torch import nn
 
+from towpath.collectives.collective import Workspace
+from towpath.core.queues import LoggedCall
+from towpath.core.schedule import message_sizes_transfers
 from towpath.core.step_state import ParamVersion
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import UnitLayout
@@ -49,14 +55,14 @@ class Unit:
         self.coalesced: dict[TransferKind, tuple[list[Bucket], RankTransfer]] = {}
         self._coalesce(comm)
         # Addresses [start, end) of the memory of the unsharded weights, while the slot is this unit's.
-        self._turns: list[tuple[int, int, Bucket]] = []
+        self._slot_spans: list[tuple[int, int, Bucket]] = []
 
-    def take(self, plan: UnitPlan, comm: CommContext) -> None:
+    def use_plan(self, plan: UnitPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
             # Buckets first: coalesced transfers are made of theirs.
-            bucket.bind(planned, comm)
+            bucket.use_plan(planned, comm)
         self._coalesce(comm)
 
     def _coalesce(self, comm: CommContext) -> None:
@@ -85,7 +91,7 @@ class Unit:
         starts = _starts([(b.plan.compute_dtype, b.plan.numel) for b in self.gathered])
         for bucket, start in zip(self.gathered, starts, strict=True):
             bucket.assign_slot(memory[bucket.plan.compute_dtype][start : start + bucket.plan.numel])
-        self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in self.gathered]
+        self._slot_spans = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in self.gathered]
         # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which
         # `invalidate_views` never does, makes autograd refuse that graph permanently.
         self.shown.raise_versions(2)
@@ -101,11 +107,11 @@ class Unit:
             if not bucket.gradients.reduces:
                 bucket.gradients.begin(None)
 
-    def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
+    def check_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
         """Raise `StepError` if a forward's output is in memory that will hold another unit's weights."""
-        for output in outputs if self._turns else ():
+        for output in outputs if self._slot_spans else ():
             at = _address(output)
-            for start, end, bucket in self._turns:
+            for start, end, bucket in self._slot_spans:
                 if start <= at < end:
                     places = bucket.layout.places
                     index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
@@ -133,3 +139,69 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
         starts.append(used.get(dtype, 0))
         used[dtype] = starts[-1] + numel
     return starts
+
+
+# Collectives of the backend send as many bytes from every rank, and only the device knows how long its messages became.
+# So all units are encoded right after the optimizer's step. The host then waits once, for the sizes of all messages,
+# and the ranks agree on the largest of each over gloo. That wait is before the first forward pass, which needs the
+# result.
+
+
+@final
+class ParamSyncs:
+    """The parameter syncs of all units of a model on one rank. The engine holds one."""
+
+    def __init__(self, strategy: Strategy, units: Sequence[Unit], comm: CommContext) -> None:
+        self._strategy, self._units, self._comm = strategy, units, comm
+        self.bind()
+
+    def bind(self) -> None:
+        self._transfers = self._comm.bind(message_sizes_transfers(self._strategy, [u.plan for u in self._units]))
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        self._syncs = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]
+        self._agreeing = [each.collective for each in self._syncs if each.collective.encoded_size is not None]
+        self._may_fail = any(each.transfer.coding is not None for each in self._syncs)
+        # The copy of the sizes to the host is asynchronous only if this memory is page-locked.
+        pinned = self._comm.device.type == "cuda"
+        self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
+
+    def agree(self, units: Sequence[int]) -> None:
+        """Encode the parameter syncs of these units, and set the sizes that all ranks agree on."""
+        buckets = [bucket for index in units for bucket in self._units[index].buckets]
+        # Encoded on the queue that sends later, so that nothing overwrites the message in between.
+        works = [b.encode_param_sync for b in buckets if b.dirty and b.plan.agrees_on_sizes]
+        queues = self._comm.queues
+        # The only wait of the host in a step: collectives of the backend need the number of bytes as a Python integer.
+        queues.submit(TransferKind.PARAM_SYNC, (), [*works, self._read_sizes]).wait(on_host=True)
+
+        def combine(workspace: Workspace) -> None:
+            for transfer in self._transfers:
+                transfer.run(self._sizes, self._sizes, workspace)
+
+        # The sizes are in the host's memory, so the wait also holds for the host, which reads them next.
+        queues.submit(TransferKind.MESSAGE_SIZES, self._transfers, [combine]).wait()
+        for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=True):
+            collective.agreed_size = size
+
+    def _read_sizes(self, workspace: Workspace) -> None:
+        """Copy the sizes of all messages to the host: of those that were not encoded now, from last time."""
+        sizes = [size for each in self._agreeing if (size := each.encoded_size) is not None]
+        self._sizes.copy_(torch.cat(sizes), non_blocking=True)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return transfers whose last messages could not be decoded, each with the reason."""
+        return [(str(bound.transfer), text) for bound in self._syncs for text in bound.collective.problems()]
+
+    def note_problems(self) -> None:
+        """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
+        for transfer, text in self.problems():
+            self._comm.log.note(LoggedCall.UNDECODED, transfer, ((("problem", text),),))
+
+    def raise_problems(self, together: bool = False) -> None:
+        """Raise `StepError` if this rank could not decode a message; if `together`, also for all other ranks."""
+        # Without a boundary no log is compared. Only ranks that make the call together may use a collective here.
+        groups = self._comm.groups
+        mine = [(groups.number, *problem) for problem in self.problems()]
+        everyones = groups.gather_objects(mine) if together and self._may_fail else [mine]
+        for rank, transfer, text in chain.from_iterable(everyones):
+            raise StepError(f"rank {groups.number}: rank {rank} could not decode {transfer}: {text}")
