@@ -125,7 +125,7 @@ class Peers:
                 transfer.run(told, told, workspace)
 
         comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
-        comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
+        comm.log.check(bytes(told.tolist()[1:]), comm.groups.all_gather_objects)
         comm.record.end_step()
         comm.watchdog.status.step += 1
 

@@ -21,7 +21,7 @@ from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, groups_of, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
 from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, sum_bucket
-from towpath.fsdp.unit import WiredUnit
+from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
 from towpath.observe.stats import Observable, Stats, merged

@@ -31,7 +31,7 @@ from towpath.fsdp.peers import Peers, factor_of
 
 
 @dataclass(slots=True)
-class _Weights:
+class _ColumnWeights:
     """The weights of one unit that its column holds, and the transfers that keep them up to date."""
 
     peers: Peers
@@ -42,14 +42,14 @@ class _Weights:
     versions: tuple[int, ...] = ()  # the version counters of the shard that it sent
 
     @staticmethod
-    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Weights:
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _ColumnWeights:
         """Return weights that were not sent yet, with the memory for shards like `shard`."""
         whole = len(shard) * peers.ranks
         [sync] = peers.bind(TransferKind.PARAM_SYNC, unit, whole, shard.dtype)
         rows = peers.bind(TransferKind.GATHER, unit, whole, shard.dtype)
         on_host = peers.holds_on_host(peers.nodes * shard.nbytes)
         where: dict[str, Any] = {"device": "cpu", "pin_memory": shard.is_cuda} if on_host else {"device": shard.device}
-        return _Weights(peers, torch.empty(peers.nodes * len(shard), dtype=shard.dtype, **where), sync, rows)
+        return _ColumnWeights(peers, torch.empty(peers.nodes * len(shard), dtype=shard.dtype, **where), sync, rows)
 
     def mine(self, region: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of what the column holds: the shard that was sent last."""
@@ -81,7 +81,7 @@ class _Weights:
 
 
 @dataclass(slots=True)
-class _Gradients:
+class _UnitGradients:
     """The transfers of one unit's gradients in one dtype."""
 
     rows: list[RankTransfer]
@@ -89,12 +89,12 @@ class _Gradients:
     numel: int  # of a rank's slice, in multiples of the codec's blocks
 
     @staticmethod
-    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Gradients:
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _UnitGradients:
         codec = peers.strategy.grad_sync.encoding
         padded = round_up(len(shard), 1 if codec is None else codec.grain)
         rows = peers.bind(TransferKind.REDUCE, unit, len(shard) * peers.ranks, shard.dtype)
         [sync] = peers.bind(TransferKind.GRAD_SYNC, unit, padded * peers.ranks, shard.dtype)
-        return _Gradients(rows, sync, padded)
+        return _UnitGradients(rows, sync, padded)
 
 
 @final
@@ -106,8 +106,8 @@ class WiredUnit:
 
     def __init__(self, name: str, module: Any, peers: Peers) -> None:
         self.name, self.module, self._peers = name, module, peers
-        self._weights: _Weights | None = None
-        self._gradients: dict[torch.dtype, _Gradients] = {}
+        self._weights: _ColumnWeights | None = None
+        self._gradients: dict[torch.dtype, _UnitGradients] = {}
         # On a GPU: whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
@@ -117,7 +117,7 @@ class WiredUnit:
         """Gather the weights of all ranks into `output`, of which `mine` is this rank's slice. Return its end."""
         weights = self._weights
         if weights is None or weights.held.dtype != mine.dtype or len(weights.held) != self._peers.nodes * len(mine):
-            weights = self._weights = _Weights.of(self._peers, self.name, mine)
+            weights = self._weights = _ColumnWeights.of(self._peers, self.name, mine)
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
         if weights.sent is None or weights.versions != self._versions() or self._differs(weights, mine):
@@ -131,7 +131,7 @@ class WiredUnit:
             self.send()
         return self._share(weights, output)
 
-    def _differs(self, weights: _Weights, mine: torch.Tensor) -> bool:
+    def _differs(self, weights: _ColumnWeights, mine: torch.Tensor) -> bool:
         """Return whether the shard has other values than those that were sent last."""
         sent = weights.mine(weights.held)
         if not mine.is_cuda:
@@ -151,7 +151,7 @@ class WiredUnit:
         return True
 
     @property
-    def encoding(self) -> _Weights | None:
+    def encoding(self) -> _ColumnWeights | None:
         """The weights, if ranks must agree on the sizes of their messages."""
         weights = self._weights
         return weights if weights is not None and weights.sync.transfer.agrees_on_sizes else None
@@ -163,7 +163,7 @@ class WiredUnit:
         weights.versions = self._versions()
         weights.sent = self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, [weights.sync], [weights.run])
 
-    def _share(self, weights: _Weights, output: torch.Tensor) -> dist.Work:
+    def _share(self, weights: _ColumnWeights, output: torch.Tensor) -> dist.Work:
         """Write the weights that the columns of this node hold to `output`."""
         nodes, width = self._peers.nodes, self._peers.width
         bundles = torch.empty_like(output) if weights.rows else None
@@ -206,7 +206,7 @@ class WiredUnit:
         nodes, width = peers.nodes, peers.width
         gradients = self._gradients.get(whole.dtype)
         if gradients is None:
-            gradients = self._gradients[whole.dtype] = _Gradients.of(peers, self.name, output)
+            gradients = self._gradients[whole.dtype] = _UnitGradients.of(peers, self.name, output)
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
