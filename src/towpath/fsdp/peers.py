@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -21,7 +22,7 @@ from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.transfer_queues import RankTransfer
-from towpath.errors import StepError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.together import together
@@ -66,7 +67,7 @@ class Peers:
             lines.append(f"the topology is {'to be detected' if topology is None else 'passed'}")
         shape = Topology(*detect_shape(groups)) if topology is None else topology
         with together(groups, "wires()", _SAME) as lines:
-            strategy = wishes.strategy(preset, shape if shape.world == groups.world else shape.of(groups.members))
+            strategy = wishes.strategy(preset, _among(groups.members, shape))
             lines += [f"towpath {__version__}, torch {torch.__version__}", f"hold={wishes.hold}, {shape}"]
             lines += [*strategy.to_toml().splitlines(), *model]
         number: int = next(groups.shared("models made", count))
@@ -128,6 +129,25 @@ class Peers:
         comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
         comm.record.end_step()
         comm.watchdog.status.step += 1
+
+
+def _among(ranks: Sequence[int], topology: Topology) -> Topology:
+    """Return the topology of the ranks of one process group. `topology` is theirs, or that of all ranks of the job."""
+    if topology.world == len(ranks):
+        return topology
+    if topology.world != dist.get_world_size():
+        raise ConfigError(
+            f"wires(): the topology of {topology} has {topology.world} ranks, and the job has {dist.get_world_size()}. "
+            "Pass the job's numbers of nodes and of ranks per node, or leave topology= out."
+        )
+    on_node = Counter(map(topology.node_of, ranks))
+    if len(set(on_node.values())) > 1:
+        counts = ", ".join(f"{count} on node {node}" for node, count in on_node.items())
+        raise ConfigError(
+            f"wires(): a process group of the model has {counts}. It needs as many ranks on each of its nodes: pass a "
+            "topology whose nodes divide the group evenly."
+        )
+    return topology.of(ranks)
 
 
 # The memory of a GPU that is left free when weights are held there.
