@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import towpath
 from tests.ranks.server import on_ranks
 from towpath import Topology
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, MismatchError
 
 
 def sharded(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -49,3 +49,18 @@ def test_a_process_group_with_uneven_nodes_is_refused() -> None:
         model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
         with pytest.raises(ConfigError, match="2 on node 0, 1 on node 1"):
             towpath.wires(model, topology=Topology(2, 2))
+
+
+@on_ranks(2)
+def test_ranks_with_other_dtypes_name_them() -> None:
+    model = sharded(torch.float32 if dist.get_rank() else torch.float64)
+    with pytest.raises(MismatchError, match=r"float64.*float32"):
+        towpath.wires(model, topology=Topology(2, 1))
+
+
+@on_ranks(2)
+def test_a_codec_of_float64_gradients_is_refused() -> None:
+    model = sharded()
+    towpath.wires(model, gradients="int8", topology=Topology(2, 1))
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))

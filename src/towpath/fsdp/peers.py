@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core import presets
+from towpath.core.formats import ENCODED
 from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
@@ -99,6 +100,12 @@ class Peers:
     def bind(self, kind: TransferKind, unit: str, elements: int, dtype: torch.dtype) -> list[RankTransfer]:
         """Return the transfer of `kind` for a flat buffer of `elements` in all, or nothing if it moves nothing."""
         name, strategy = str(dtype).removeprefix("torch."), self.strategy
+        codec = strategy.transport(kind).encoding
+        if codec is not None and name not in ENCODED:
+            raise ConfigError(
+                f"wires(): gradients={codec} encodes gradients in {', '.join(ENCODED)}; got {name} in {unit or 'root'}. "
+                "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
+            )
         return self.comm.bind(
             Transfer(
                 kind,
