@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,3 +66,12 @@ def test_a_codec_of_float64_gradients_is_refused() -> None:
     towpath.wires(model, gradients="int8", topology=Topology(2, 1))
     with pytest.raises(ConfigError, match="reduce_dtype"):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@on_ranks(2)
+def test_wires_on_one_rank_only_name_the_others() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
+    if dist.get_rank() == 0:
+        with pytest.raises(ConfigError, match=r"wires\(\).*ranks \[1\]"):
+            towpath.wires(model, topology=Topology(2, 1))

@@ -26,6 +26,7 @@ from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.store import gather_through_store
 from towpath.topology.together import together
 from towpath.version import __version__
 
@@ -62,6 +63,7 @@ class Peers:
     def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
         """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text."""
         groups, topology = Groups(group), wishes.topology
+        _meet(groups)
         groups.connect()
         # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
         with together(groups, "wires()", _SAME) as lines:
@@ -103,7 +105,7 @@ class Peers:
         codec = strategy.transport(kind).encoding
         if codec is not None and name not in ENCODED:
             raise ConfigError(
-                f"wires(): gradients={codec} encodes gradients in {', '.join(ENCODED)}; got {name} in {unit or 'root'}. "
+                f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got gradients of {unit or 'root'} in {name}. "
                 "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
             )
         return self.comm.bind(
@@ -136,6 +138,20 @@ class Peers:
         comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
         comm.record.end_step()
         comm.watchdog.status.step += 1
+
+
+def _meet(groups: Groups) -> None:
+    """Wait until all ranks have come here. Raise if some do not.
+
+    A rank that does not call `wires` runs FSDP2's own collectives on the same process group. Messages would meet them,
+    and gloo then ends the process. So ranks meet through the store.
+    """
+    number: int = next(groups.shared("wires() calls", count))
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    try:
+        gather_through_store(store, f"wires/{groups.name}/{number}", groups.rank, groups.world, None, groups.timeout)
+    except ConfigError as error:
+        raise ConfigError(f"wires() needs all ranks of a process group. {error}") from error
 
 
 def _among(ranks: Sequence[int], topology: Topology) -> Topology:
