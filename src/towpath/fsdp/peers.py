@@ -105,7 +105,7 @@ class Peers:
         codec = strategy.transport(kind).encoding
         if codec is not None and name not in ENCODED:
             raise ConfigError(
-                f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got gradients of {unit or 'root'} in {name}. "
+                f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got {name} gradients of {unit or 'root'}. "
                 "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
             )
         return self.comm.bind(
