@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -17,10 +19,11 @@ from towpath import Topology
 from towpath.errors import ConfigError, MismatchError
 
 
-def sharded(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def sharded(*blocks: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """A model of two blocks and a root, each an FSDPModule, with the same values on every rank."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6)), nn.Sequential(nn.Linear(6, 6))).to(dtype)
+    first, second = (*map(copy.deepcopy, blocks), nn.Linear(6, 6), nn.Linear(6, 6))[:2]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(first), nn.Sequential(second)).to(dtype)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (model[1], model[2], model):
         fully_shard(block, mesh=mesh)
@@ -55,7 +58,7 @@ def test_a_process_group_with_uneven_nodes_is_refused() -> None:
 
 @on_ranks(2)
 def test_ranks_with_other_dtypes_name_them() -> None:
-    model = sharded(torch.float32 if dist.get_rank() else torch.float64)
+    model = sharded(dtype=torch.float32 if dist.get_rank() else torch.float64)
     with pytest.raises(MismatchError, match=r"float64.*float32"):
         towpath.wires(model, topology=Topology(2, 1))
 
@@ -75,3 +78,38 @@ def test_wires_on_one_rank_only_name_the_others() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(ConfigError, match=r"wires\(\).*ranks \[1\]"):
             towpath.wires(model, topology=Topology(2, 1))
+
+
+class Branches(nn.Module):
+    """A module whose forward passes use one of two layers of different sizes in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.passes = nn.Linear(6, 6), nn.Linear(6, 24), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.narrow(x) if self.passes % 2 else self.wide(x).view(*x.shape, 4).sum(-1)
+
+
+def check_like_stock(
+    run: Callable[[nn.Sequential], list[torch.Tensor]], topology: Topology, *blocks: nn.Module
+) -> None:
+    """Compare what `run` returns for a model with wires, and for one without."""
+    plain, wired = sharded(*blocks), sharded(*blocks)
+    towpath.wires(wired, topology=topology)
+    for one, other in zip(run(plain), run(wired), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@on_ranks(4)
+def test_gradients_of_other_parameters_than_before_are_right() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            train(model, optimizer, step)
+            model[1].requires_grad_(step != 1)
+            model[2][0].weight.requires_grad_(step != 2)
+        return [p.full_tensor() for p in model.parameters()]  # pyright: ignore
+
+    check_like_stock(run, Topology(2, 2), Branches())

@@ -107,7 +107,9 @@ class WiredUnit:
     def __init__(self, name: str, module: Any, peers: Peers) -> None:
         self.name, self.module, self._peers = name, module, peers
         self._weights: _Weights | None = None
-        self._gradients: dict[torch.dtype, _Gradients] = {}
+        # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
+        # branch that this forward pass took.
+        self._gradients: dict[tuple[torch.dtype, int], _Gradients] = {}
         # On a GPU: whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
@@ -204,9 +206,10 @@ class WiredUnit:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
         peers, queues = self._peers, self._peers.comm.queues
         nodes, width = peers.nodes, peers.width
-        gradients = self._gradients.get(whole.dtype)
+        form = whole.dtype, len(output)
+        gradients = self._gradients.get(form)
         if gradients is None:
-            gradients = self._gradients[whole.dtype] = _Gradients.of(peers, self.name, output)
+            gradients = self._gradients[form] = _Gradients.of(peers, self.name, output)
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
