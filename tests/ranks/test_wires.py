@@ -18,14 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.server import RankError, World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
+from tests.ranks.twin import error_of
 from towpath import Topology, tracing
 from towpath.core.strategy import TransferKind
+from towpath.errors import ConfigError, MismatchError, ShardError, StepError
 from towpath.fsdp.fields import comms_of, shards_of
 
 GPT = MODELS["gpt"]  # its embedding is tied to its output layer
@@ -349,7 +353,7 @@ def test_gradients_are_averaged_summed_and_scaled() -> None:
 def test_a_maximum_of_gradients_is_refused() -> None:
     training = Training(FLAT, True)
     _, reduce = comms_of(training.model)
-    with pytest.raises(towpath.errors.StepError, match=r"sums, averages, or scales.*MAX"):
+    with pytest.raises(StepError, match=r"sums, averages, or scales.*MAX"):
         reduce(output_tensor=torch.ones(1), input_tensor=torch.ones(2), group=dist.group.WORLD, op=dist.ReduceOp.MAX)
 
 
@@ -465,3 +469,114 @@ def test_two_models_with_wires_train_alternately() -> None:
             training.step()
     for training in both:
         assert all(map(torch.equal, expected.seen, training.seen))
+
+
+# --- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def _write(training: Training) -> None:
+    with torch.no_grad():
+        training.model.blocks[0].qkv.weight.mul_(1.5)
+
+
+def _write_through_data(training: Training) -> None:
+    training.model.blocks[0].qkv.weight.data.to_local().mul_(1.5)
+
+
+def _load_state_dict(training: Training) -> None:
+    training.model.load_state_dict({k: v * 0.9 for k, v in training.model.state_dict().items()})
+
+
+def _reorder(training: Training) -> None:
+    blocks = training.model.blocks
+    blocks[0], blocks[1] = blocks[1], blocks[0]
+
+
+def _step_an_optimizer(training: Training) -> None:
+    for p in training.model.parameters():
+        p.grad = torch.zeros_like(p)
+    training.optimizers[0].step()
+
+
+MISUSES = (_write, _step_an_optimizer, _reorder, *map(seldom, (_write_through_data, _load_state_dict)))
+
+
+@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__.strip("_"))
+def test_what_one_rank_alone_does_is_an_error_on_all(misuse: Callable[[Training], None]) -> None:
+    with World(2) as ranks:
+        for rank, text in enumerate(ranks.run(_misuse, FLAT, misuse)):
+            assert text.startswith(f"rank {rank}: the ranks ran different"), text
+
+
+@pytest.mark.parity  # waits until the process group's timeout
+@pytest.mark.parametrize("misuse", (_write, _step_an_optimizer), ids=lambda misuse: misuse.__name__.strip("_"))
+def test_ranks_that_wait_for_one_that_has_failed_fail_too(misuse: Callable[[Training], None]) -> None:
+    with World(4, group_timeout=6.0) as ranks:
+        texts = ranks.run(_misuse, SQUARE, misuse)
+    assert any("the ranks ran different" in text for text in texts), texts
+
+
+def _misuse(shape: Topology, misuse: Callable[[Training], None]) -> str:
+    training = Training(shape, True)
+    training.backward(0)
+    training.optimizers[0].step()
+    if dist.get_rank() == 1:
+        if misuse is _step_an_optimizer:  # what it steps has no gradient on the other rank
+            return error_of(lambda: misuse(training))
+        misuse(training)
+
+    def go_on() -> None:
+        for step in range(1, 4):
+            training.backward(step)
+            training.optimizers[0].step()
+
+    return error_of(go_on)
+
+
+def test_wires_on_one_rank_alone_end_the_job() -> None:
+    """Its first collective meets another one of stock FSDP2, which gloo answers by ending the process."""
+    with World(2, group_timeout=6.0) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(_wire_one_rank)
+    assert not caught.value.hung
+
+
+def _wire_one_rank() -> None:
+    training = Training(FLAT, dist.get_rank() == 1)
+    _plain(training)
+
+
+@on_ranks(2)
+def test_arguments_that_differ_or_are_unknown_are_refused_on_every_rank() -> None:
+    training, rank = Training(FLAT, False), dist.get_rank()
+    codecs, holds, shapes = ((None, "int8"), (None, "host"), (FLAT, Topology(1, 2)))
+    for different in ({"gradients": codecs[rank]}, {"hold": holds[rank]}, {"topology": shapes[rank]}):
+        with pytest.raises(MismatchError, match=r"rank 0 has .*, rank 1 has .*call towpath.wires\(\) alike"):
+            towpath.wires(training.model, **({"topology": FLAT} | different))  # pyright: ignore
+    for wrong, words in (
+        ({"gradients": "int9"}, "unknown codec 'int9'"),
+        ({"hold": "disk"}, "hold= is 'device', 'host' or None; got True, 'disk'"),
+        ({"exact": "yes"}, "exact= is a bool"),
+        ({"topology": SQUARE}, "topology=2 × 2 has 4 ranks. Expected the 2 of the process group"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            towpath.wires(training.model, **({"topology": FLAT} | wrong))  # pyright: ignore
+    with pytest.raises(ShardError, match=r"Linear has no module that FSDP2 has sharded.*Call fully_shard\(\) first"):
+        towpath.wires(nn.Linear(2, 2))
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    hooked.register_comm_hook(None, lambda state, bucket: bucket)  # pyright: ignore
+    with pytest.raises(ShardError, match="has a communication hook"):
+        towpath.wires(hooked)
+    towpath.wires(training.model, topology=Topology(1, 2))  # of one node: nothing to send
+    assert not hasattr(training.model, "towpath_wires")
+    _plain(training)
+
+
+@on_ranks(4)
+def test_a_module_over_several_meshes_is_refused_on_every_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    module: Any = nn.Linear(4, 4)
+    both = FSDPMeshInfo(mesh["b"], 0), FSDPMeshInfo(init_device_mesh("cpu", (4,)), 0)
+    placed = dict(zip(module.parameters(), both, strict=True))
+    fully_shard(module, mesh=mesh["b"], shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), placed[p]))
+    with pytest.raises(ShardError, match=r"module root has parameters over several meshes.*Call fully_shard\(\)"):
+        towpath.wires(module, topology=SQUARE)
