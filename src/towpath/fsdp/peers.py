@@ -21,7 +21,7 @@ from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.transfer_queues import RankTransfer
-from towpath.errors import StepError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.together import together
@@ -66,6 +66,11 @@ class Peers:
             lines.append(f"the topology is {'to be detected' if topology is None else 'passed'}")
         shape = Topology(*detect_shape(groups)) if topology is None else topology
         with together(groups, "wires()", _SAME) as lines:
+            if shape.world not in (groups.world, dist.get_world_size()):
+                raise ConfigError(
+                    f"wires(): topology={shape} has {shape.world} ranks. Expected the {groups.world} of the process "
+                    f"group, or the {dist.get_world_size()} of the job. Leave it out to detect it."
+                )
             strategy = wishes.strategy(preset, shape if shape.world == groups.world else shape.of(groups.members))
             lines += [f"towpath {__version__}, torch {torch.__version__}", f"hold={wishes.hold}, {shape}"]
             lines += [*strategy.to_toml().splitlines(), *model]
