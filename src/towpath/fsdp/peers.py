@@ -195,7 +195,8 @@ def factor_of(op: Any, ranks: int) -> float:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1 / ranks
-    kind, factor = op.__getstate__()  # the only access to the factor of PREMUL_SUM
+    state = op.__getstate__()  # the only access to the factor of PREMUL_SUM; plain operations have a number
+    kind, factor = state if isinstance(state, tuple) else (op, None)
     if kind == dist.ReduceOp.PREMUL_SUM and factor is not None:
         return float(factor)
     raise StepError(f"towpath.wires() sums, averages, or scales the sum of gradients; got {kind}.")
