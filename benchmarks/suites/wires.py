@@ -2,10 +2,9 @@
 
     wires [CASE …] [--steps 40] [--quick] [--resume]
 
-In the cases `bytes-…`, four ranks of two nodes train a GPT of 2.9 million parameters on text, with stock FSDP2 and with
-wires, step by step. Bytes between nodes are those of the kernel's counters. The first two steps do not count: in them,
-weights cross as values, and no longer as differences. With LoRA,
-only adapters train, which are 3 % of 6 million parameters.
+In the cases `bytes-…`, four ranks of two nodes train a GPT of three million parameters on text, with stock FSDP2 and
+with wires, step by step. Bytes between nodes are those of the kernel's counters. The first two steps do not count,
+because weights cross as values once. With LoRA, the adapters of a GPT of six million parameters train alone.
 
 In the cases `ratio4-…`, links are so slow that the communication of stock FSDP2 takes four times the computation. Each
 candidate has processes of its own, and their steps interleave. The peers are those that were the fastest in the suite
