@@ -148,7 +148,7 @@ class Training:
 
 RATIO = 4.0
 # The same program with one line more, and wires under peers as their experts tune them.
-WIRED = (WIRES, "fsdp2 tuned wires", "torch-ddp tuned wires")
+WIRED = (WIRES, "fsdp2 tuned wires", "hsdp tuned reshard=no wires", "torch-ddp tuned wires")
 TUNED = ("hsdp tuned reshard=no ring", "fsdp2 tuned reshard=no ring", "torch-ddp tuned bf16")
 OVER_STOCK, OVER_TUNED = 2.5, 1.25
 
