@@ -113,3 +113,16 @@ def test_gradients_of_other_parameters_than_before_are_right() -> None:
         return [p.full_tensor() for p in model.parameters()]  # pyright: ignore
 
     check_like_stock(run, Topology(2, 2), Branches())
+
+
+@on_ranks(4)
+def test_inference_mode_between_steps_changes_nothing() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer, outputs = torch.optim.SGD(model.parameters(), lr=0.1), list[torch.Tensor]()
+        for step in range(3):
+            train(model, optimizer, step)
+            with torch.inference_mode():
+                outputs.append(model(torch.ones(2, 4, dtype=torch.float64)).clone())
+        return outputs
+
+    check_like_stock(run, Topology(2, 2))

@@ -180,7 +180,8 @@ class _Comm:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory of a flat buffer."""
-        return self.stock.allocate(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # other threads write to it, which are not in inference mode
+            return self.stock.allocate(size, dtype=dtype, device=device)
 
 
 @final
@@ -192,7 +193,8 @@ class AllGather(_Comm):
     ) -> dist.Work | None:
         if group is not self.wired.peers.group:  # of the smaller mesh that `reshard_after_forward=4` makes
             return self.stock(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        return self.unit.gather(output_tensor, input_tensor)
+        with torch.inference_mode(False):  # what is made here is kept for training
+            return self.unit.gather(output_tensor, input_tensor)
 
 
 @final
