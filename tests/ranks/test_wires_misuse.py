@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import towpath
 from tests.ranks.server import on_ranks
 from towpath import Topology
-from towpath.errors import ConfigError, MismatchError
+from towpath.errors import ConfigError, MismatchError, StepError
 
 
 def sharded(*blocks: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -126,3 +126,26 @@ def test_inference_mode_between_steps_changes_nothing() -> None:
         return outputs
 
     check_like_stock(run, Topology(2, 2))
+
+
+@on_ranks(2)
+def test_an_error_in_a_sum_over_replicas_is_not_hidden() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(4, 6).double(), mesh=mesh)
+    towpath.wires(model, gradients="int8", topology=Topology(2, 1))
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@on_ranks(2)
+def test_weights_written_on_one_rank_only_are_reported() -> None:
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model[2][0].weight.to_local().mul_(0.5)  # pyright: ignore
+    with pytest.raises(StepError, match="sent weights at different places"):
+        train(model, optimizer)
+    dist.barrier()  # no rank ends before the other has raised

@@ -46,6 +46,14 @@ class ReplicaGroup(dist.ProcessGroup):
         super().__init__(stock.rank(), stock.size())  # pyright: ignore[reportCallIssue]
         self.stock, self._sums, self._unit = stock, sums, name
 
+    # PyTorch looks up a group whose collective has failed. It would report that it does not know this one.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.stock
+
+    def __hash__(self) -> int:
+        return hash(self.stock)
+
     def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
