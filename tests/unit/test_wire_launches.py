@@ -39,7 +39,7 @@ def _jobs(launches: Launches, kind: TransferKind) -> list[Counter[str]]:
     return [counts for transfers, counts in launches.jobs if {t.kind for t in transfers} == {kind}]
 
 
-@pytest.mark.parametrize("shape", [(2, 8), seldom(2, 2), seldom(8, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 8), seldom((2, 2)), seldom((8, 1))], ids=str)
 def test_gathers_and_reductions_take_two_calls_at_most(shape: tuple[int, int]) -> None:
     with fake_world(*shape) as (topology, launches):
         _train(topology)
