@@ -59,7 +59,7 @@ def test_gathers_and_reductions_take_two_calls_at_most(shape: tuple[int, int]) -
     assert [job[CALLS] for job in gathers] == [1] * 2 * rows * passes
     reductions = _jobs(launches, TransferKind.REDUCE), _jobs(launches, TransferKind.GRAD_SYNC)
     assert [[job[CALLS] for job in jobs] for jobs in reductions] == [[1] * rows * passes, [1] * passes]
-    # One copy changes the order of a node's slices. What other nodes have sent is decoded node by node.
+    # One copy changes the order of a node's slices. A CPU decodes what other nodes have sent node by node.
     assert all(job[OTHERS] <= 1 for jobs in (gathers, *reductions) for job in jobs)
     assert all(job[OTHERS] < topology.nodes for job in sent)
 
