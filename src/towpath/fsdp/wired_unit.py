@@ -191,7 +191,7 @@ class WiredUnit:
         weights = self._weights
         if weights is None:
             return 0, 0
-        held, sent = weights.held.nbytes, weights.sync.collective.sent_bytes
+        held, sent = weights.held.nbytes, weights.sync.collective.kept_bytes
         return (sent, held) if weights.held.device != self._peers.comm.device else (held + sent, 0)
 
     def problems(self) -> list[tuple[str, str]]:

@@ -256,7 +256,7 @@ class WiredModel(Observable):
         transfers = merged(transfer for one in each for transfer in one.transfers)
         return Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
 
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Return the groups through which ranks meet."""
         return [comm.groups for comm in self.comms]
 
