@@ -303,7 +303,7 @@ class Solver:
         found: list[Prediction] = []
         open_bound = None
         for is_late, bound, _, number in waiting:
-            ordinary = [p.seconds for p in found if all(late.values()) or not p.launches_too_long]
+            ordinary = [p.seconds for p in found if all(late.values()) or not p.is_launch_bound]
             if len(ordinary) >= best and (is_late > all(late.values()) or bound >= sorted(ordinary)[best - 1]):
                 break
             if len(found) == most:

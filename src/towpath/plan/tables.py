@@ -91,13 +91,13 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
     The wait at the start of a step, before anything has been launched, is not worth a sentence.
     """
     found: list[str] = []
-    if late := [step for step in steps if step.launches_too_long]:
+    if late := [step for step in steps if step.is_launch_bound]:
         who = "All" if len(late) == len(steps) else f"{len(late)} of {len(steps)}, ranked last,"
         found.append(
             f"{who} launch for longer than they compute: {title(late[0])} launches for {seconds(late[0].launching)} "
             f"and computes for {seconds(late[0].computing)}. Larger micro-batches help."
         )
-    if held_up := [s for s in steps if not s.launches_too_long and s.unlaunched > _WORTH_TELLING * s.seconds]:
+    if held_up := [s for s in steps if not s.is_launch_bound and s.unlaunched > _WORTH_TELLING * s.seconds]:
         first = held_up[0]
         found.append(
             f"{title(first)}: of {seconds(first.seconds)}, the device waits {seconds(first.unlaunched)} for the thread "
