@@ -69,7 +69,7 @@ FEATURES = (
         ranks="device_waits divergence programs start",
         unit="activity collective_log init rendezvous streams together",
     ),
-    _feature("wires under FSDP2 and DDP", ranks="wires_misuse"),
+    _feature("wires under FSDP2 and DDP", ranks="wires_frameworks wires_misuse"),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
     _feature(
         "planner and auto",
