@@ -77,7 +77,7 @@ FEATURES = (
         ranks="auto pipeline_planned",
         unit="""
             exact_plans launching live_model measure measured_collectives outer_plans plan_command planner
-            planner_pipelines sim sim_outer sim_pipeline
+            planner_pipelines pytorch_steps sim sim_outer sim_pipeline
         """,
     ),
     _feature("statistics and traces", ranks="profiler trace", unit="record"),
