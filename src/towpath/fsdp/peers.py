@@ -16,12 +16,12 @@ from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.core.transport import Transport
+from towpath.core.transport import LOW_RANK, Transport
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.transfer_queues import RankTransfer
-from towpath.errors import StepError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.together import together
@@ -42,6 +42,12 @@ class Wishes:
         made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
         if self.gradients is None:
             return made
+        if self.gradients.startswith(LOW_RANK):
+            # It factors matrices, and flat buffers would be sent as they are.
+            raise ConfigError(
+                f"wires(): gradients={self.gradients!r} needs matrices; FSDP2 and DDP reduce flat buffers. Pass a "
+                "codec of blocks, such as 'int8' or 'int4:64'."
+            )
         route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
         return replace(made, grad_sync=Transport(route, self.gradients, "first"))
 
