@@ -153,7 +153,7 @@ def fake_world(
         (groups, "connect", lambda group: None),
         (api, "check_devices", lambda groups, device: None),  # all ranks are on one device
         # The other ranks' digests are missing in what the fake group combines.
-        (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.turn()),
+        (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.begin_step()),
     ]
     if device == "cpu":
         replaced.append((comm, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))

@@ -196,6 +196,15 @@ PAGES: Mapping[str, Page] = {
         "python -m benchmarks exact_bytes",
         "`replay` cases compare blocks that wait, and replay recorded gradients, with blocks that compute.",
     ),
+    "wires": Page(
+        "Wires",
+        "What `towpath.wires` saves under FSDP2 and DDP: bytes between nodes, and steps.",
+        "python -m benchmarks wires",
+        "Two nodes of two ranks train in bf16. Bytes are those of the kernel's counters. In cases `ratio4`, stock "
+        "FSDP2 would communicate for four times as long as the model computes. On CPUs, FSDP2 overlaps nothing, which "
+        "favors whoever sends fewer bytes. `towpath plan` predicts steps with overlap, on GPUs. Blocks of `waiting` "
+        "cases sleep, and replay recorded gradients.",
+    ),
     "exact_kernels": Page(
         "Exact codecs",
         "Encoding and decoding on one core, against a copy in memory and against zstd, and the bits per element.",

@@ -21,7 +21,7 @@ from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 from towpath.fsdp.fields import parameters_of
 from towpath.fsdp.peers import Peers
-from towpath.fsdp.unit import WiredUnit
+from towpath.fsdp.wired_unit import WiredUnit
 
 _active: WeakSet[WiredRanks] = WeakSet()
 _watches = False

@@ -36,6 +36,12 @@ def has_own_cast(module: Any) -> bool:
     return any(hasattr(each.sharded_param.to_local(), "fsdp_pre_all_gather") for each in parameters_of(module))
 
 
+def dtypes_of(module: Any) -> str:
+    """Return the dtypes of a module's parameters, and those in which they are gathered and reduced."""
+    policies = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in param_groups(module)}
+    return f"{[each.sharded_param.dtype for each in parameters_of(module)]}, gathered and reduced in {policies}"
+
+
 def groups_of(module: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Return the process group over which a module is sharded, and that over which it is replicated."""
     info = parameters_of(module)[0].mesh_info

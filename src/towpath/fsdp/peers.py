@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core import presets
+from towpath.core.formats import ENCODED
 from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
@@ -20,10 +22,11 @@ from towpath.core.transport import LOW_RANK, Transport
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
-from towpath.engine.transfer_queues import RankTransfer
+from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.store import gather_through_store
 from towpath.topology.together import together
 from towpath.version import __version__
 
@@ -66,13 +69,14 @@ class Peers:
     def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
         """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text."""
         groups, topology = Groups(group), wishes.topology
+        _meet(groups)
         groups.connect()
         # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
         with together(groups, "wires()", _SAME) as lines:
             lines.append(f"the topology is {'to be detected' if topology is None else 'passed'}")
         shape = Topology(*detect_shape(groups)) if topology is None else topology
         with together(groups, "wires()", _SAME) as lines:
-            strategy = wishes.strategy(preset, shape if shape.world == groups.world else shape.of(groups.members))
+            strategy = wishes.strategy(preset, _among(groups.members, shape))
             lines += [f"towpath {__version__}, torch {torch.__version__}", f"hold={wishes.hold}, {shape}"]
             lines += [*strategy.to_toml().splitlines(), *model]
         number: int = next(groups.shared("models made", count))
@@ -104,6 +108,12 @@ class Peers:
     def bind(self, kind: TransferKind, unit: str, elements: int, dtype: torch.dtype) -> list[RankTransfer]:
         """Return the transfer of `kind` for a flat buffer of `elements` in all, or nothing if it moves nothing."""
         name, strategy = str(dtype).removeprefix("torch."), self.strategy
+        codec = strategy.transport(kind).encoding
+        if codec is not None and name not in ENCODED:
+            raise ConfigError(
+                f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got {name} gradients of {unit or 'root'}. "
+                "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
+            )
         return self.comm.bind(
             Transfer(
                 kind,
@@ -115,6 +125,15 @@ class Peers:
             )
             for move in getattr(strategy.moves, kind.value)
         )
+
+    def submit(
+        self, kind: TransferKind, transfers: Sequence[RankTransfer], works: Sequence[Work], after: Sequence[Handle] = ()
+    ) -> Handle:
+        """Submit a job to the queue of `kind`."""
+        # Without an optimizer, as in an evaluation, no step ends, and its list of transfers would grow for ever.
+        if self.comm.record.so_far() > _LONGEST_STEP:
+            self.comm.record.end_step()
+        return self.comm.queues.submit(kind, transfers, works, after)
 
     def compare(self, problems: Iterable[tuple[str, str]] = ()) -> None:
         """Raise StepError on every rank if one has submitted other transfers than its peers since the last time.
@@ -131,11 +150,46 @@ class Peers:
                 transfer.run(told, told, workspace)
 
         comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
-        comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
+        comm.log.check(bytes(told.tolist()[1:]), comm.groups.all_gather_objects)
         comm.record.end_step()
         comm.watchdog.status.step += 1
 
 
+def _meet(groups: Groups) -> None:
+    """Wait until all ranks have come here. Raise if some do not.
+
+    A rank that does not call `wires` runs FSDP2's own collectives on the same process group. Messages would meet them,
+    and gloo then ends the process. So ranks meet through the store.
+    """
+    number: int = next(groups.shared("wires() calls", count))
+    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    try:
+        gather_through_store(store, f"wires/{groups.name}/{number}", groups.rank, groups.world, None, groups.timeout)
+    except ConfigError as error:
+        raise ConfigError(f"wires() needs all ranks of a process group. {error}") from error
+
+
+def _among(ranks: Sequence[int], topology: Topology) -> Topology:
+    """Return the topology of the ranks of one process group. `topology` is theirs, or that of all ranks of the job."""
+    if topology.world == len(ranks):
+        return topology
+    if topology.world != dist.get_world_size():
+        raise ConfigError(
+            f"wires(): the topology of {topology} has {topology.world} ranks, and the job has {dist.get_world_size()}. "
+            "Pass the job's numbers of nodes and of ranks per node, or leave topology= out."
+        )
+    on_node = Counter(map(topology.node_of, ranks))
+    if len(set(on_node.values())) > 1:
+        counts = ", ".join(f"{count} on node {node}" for node, count in on_node.items())
+        raise ConfigError(
+            f"wires(): a process group of the model has {counts}. It needs as many ranks on each of its nodes: pass a "
+            "topology whose nodes divide the group evenly."
+        )
+    return topology.of(ranks)
+
+
+# A step with more transfers is recorded as several.
+_LONGEST_STEP = 1 << 14
 # The memory of a GPU that is left free when weights are held there.
 _ROOM = 1 << 30
 _SAME = "Build the same model, shard it in the same way, and call towpath.wires() alike on every rank."
@@ -147,7 +201,8 @@ def factor_of(op: Any, ranks: int) -> float:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1 / ranks
-    kind, factor = op.__getstate__()  # the only access to the factor of PREMUL_SUM
+    state = op.__getstate__()  # the only access to the factor of PREMUL_SUM; plain operations have a number
+    kind, factor = state if isinstance(state, tuple) else (op, None)
     if kind == dist.ReduceOp.PREMUL_SUM and factor is not None:
         return float(factor)
     raise StepError(f"towpath.wires() sums, averages, or scales the sum of gradients; got {kind}.")

@@ -18,10 +18,10 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.comm import CommContext
 from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
-from towpath.fsdp.fields import comms_of, groups_of, param_groups, parameters_of, set_replicate_group
+from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
 from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, sum_bucket
-from towpath.fsdp.unit import WiredUnit
+from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
 from towpath.observe.stats import Observable, Stats, merged
@@ -124,6 +124,12 @@ def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
         return []
+    several = [name or "root" for name, module in modules if len(param_groups(module)) > 1]
+    if several:
+        raise ShardError(
+            f"wires(): module {several[0]} has parameters over several meshes, which share one all-gather. Call "
+            "fully_shard() on a module of their own for those over another mesh, without shard_placement_fn."
+        )
     by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
     for name, module in modules:
         shards, replicas = groups_of(module)
@@ -138,6 +144,7 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: 
     device = torch.device(parameters_of(modules[0][1])[0].device)
     sizes = {name: [each.padded_sharded_param_size for each in parameters_of(module)] for name, module in modules}
     lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
+    lines += [f"module {name or 'root'} in {dtypes_of(module)}" for name, module in modules]
     peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
     if peers.nodes == 1:
         return None

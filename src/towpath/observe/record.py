@@ -112,7 +112,7 @@ class HostClock:
         self.seconds += time.perf_counter() - self._began
         self._running = False
 
-    def take_off(self, seconds: float) -> None:
+    def subtract(self, seconds: float) -> None:
         """Subtract seconds that were no bookkeeping, if the clock runs."""
         # If the clock stands, the seconds were never added.
         if self._running:
@@ -381,7 +381,7 @@ class Record:
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
-        self.host.take_off(self.timer.host_seconds(began, ended))
+        self.host.subtract(self.timer.host_seconds(began, ended))
         if not transfers:  # the job was arithmetic only
             return
         with self._lock:

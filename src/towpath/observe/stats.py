@@ -330,7 +330,7 @@ class StepCounter:
         own = [stats_of(engine) for engine in self._engines]
         transfers = [transfer for one in own for transfer in one.transfers]
         for group in self._groups:
-            gathered = group.gather_objects(transfers)
+            gathered = group.all_gather_objects(transfers)
             del gathered[group.rank]
             transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
         messages = [each for each in self._sent() if each.transfer.kind in _MESSAGES]

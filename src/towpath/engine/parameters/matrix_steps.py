@@ -124,7 +124,7 @@ class MatrixSteps:
         """Yield each parameter's name and its owner's optimizer state, where `wanted`. Every rank must call it."""
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
-        told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
+        told: list[dict[str, dict[str, Any]]] = groups.all_gather_objects(
             {
                 name: {key: _outline(f"{name}.{key}", value) for key, value in state.items()}
                 for name, state in mine.items()

@@ -248,7 +248,7 @@ class ShardTensor(torch.Tensor):
         return out
 
 
-def engine_with(parameter: torch.Tensor) -> Engine | None:
+def engine_of_parameter(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
     # Gradients and copies have none.
     if not isinstance(parameter, ShardTensor) or parameter.version is None:

@@ -202,6 +202,6 @@ class ParamSyncs:
         # Without a boundary no log is compared. Only ranks that make the call together may use a collective here.
         groups = self._comm.groups
         mine = [(groups.number, *problem) for problem in self.problems()]
-        everyones = groups.gather_objects(mine) if together and self._may_fail else [mine]
+        everyones = groups.all_gather_objects(mine) if together and self._may_fail else [mine]
         for rank, transfer, text in chain.from_iterable(everyones):
             raise StepError(f"rank {groups.number}: rank {rank} could not decode {transfer}: {text}")

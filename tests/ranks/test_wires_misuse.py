@@ -1,0 +1,115 @@
+"""What `towpath.wires` says to programs that misuse it: an error on every rank, never other values or a hang."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import towpath
+from tests.ranks.server import on_ranks
+from towpath import Topology
+from towpath.errors import ConfigError, MismatchError
+
+
+def sharded(*blocks: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """A model of two blocks and a root, each an FSDPModule, with the same values on every rank."""
+    torch.manual_seed(0)
+    first, second = (*map(copy.deepcopy, blocks), nn.Linear(6, 6), nn.Linear(6, 6))[:2]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(first), nn.Sequential(second)).to(dtype)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in (model[1], model[2], model):
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 0) -> None:
+    """Make a step on a batch of this rank's own."""
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    model(torch.randn(3, 4, generator=generator, dtype=torch.float64).to(dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_topology_of_other_ranks_than_the_job_is_refused() -> None:
+    model = sharded()
+    for topology in (Topology(3, 2), Topology(1, 1), Topology(2, 2)):
+        with pytest.raises(ConfigError, match=f"{topology.world} ranks, and the job has 2"):
+            towpath.wires(model, topology=topology)
+
+
+@on_ranks(4)
+def test_a_process_group_with_uneven_nodes_is_refused() -> None:
+    group = dist.new_group([0, 1, 2])
+    if dist.get_rank() < 3:
+        model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
+        with pytest.raises(ConfigError, match="2 on node 0, 1 on node 1"):
+            towpath.wires(model, topology=Topology(2, 2))
+
+
+@on_ranks(2)
+def test_ranks_with_other_dtypes_name_them() -> None:
+    model = sharded(dtype=torch.float32 if dist.get_rank() else torch.float64)
+    with pytest.raises(MismatchError, match=r"float64.*float32"):
+        towpath.wires(model, topology=Topology(2, 1))
+
+
+@on_ranks(2)
+def test_a_codec_of_float64_gradients_is_refused() -> None:
+    model = sharded()
+    towpath.wires(model, gradients="int8", topology=Topology(2, 1))
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@on_ranks(2)
+def test_wires_on_one_rank_only_name_the_others() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
+    if dist.get_rank() == 0:
+        with pytest.raises(ConfigError, match=r"wires\(\).*ranks \[1\]"):
+            towpath.wires(model, topology=Topology(2, 1))
+
+
+class Branches(nn.Module):
+    """A module whose forward passes use one of two layers of different sizes in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide, self.passes = nn.Linear(6, 6), nn.Linear(6, 24), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.narrow(x) if self.passes % 2 else self.wide(x).view(*x.shape, 4).sum(-1)
+
+
+def check_like_stock(
+    run: Callable[[nn.Sequential], list[torch.Tensor]], topology: Topology, *blocks: nn.Module
+) -> None:
+    """Compare what `run` returns for a model with wires, and for one without."""
+    plain, wired = sharded(*blocks), sharded(*blocks)
+    towpath.wires(wired, topology=topology)
+    for one, other in zip(run(plain), run(wired), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@on_ranks(4)
+def test_gradients_of_other_parameters_than_before_are_right() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            train(model, optimizer, step)
+            model[1].requires_grad_(step != 1)
+            model[2][0].weight.requires_grad_(step != 2)
+        return [p.full_tensor() for p in model.parameters()]  # pyright: ignore
+
+    check_like_stock(run, Topology(2, 2), Branches())
