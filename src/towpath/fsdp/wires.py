@@ -118,13 +118,6 @@ def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
-    for name, module in modules:
-        if len(param_groups(module)) > 1:
-            raise ShardError(
-                f"wires(): module {name or 'root'} has parameters over {len(param_groups(module))} meshes, by "
-                "shard_placement_fn. FSDP2 takes transfers for one mesh per module. Make a module of the parameters of "
-                "the other mesh, and call fully_shard() on it."
-            )
     for _, module in modules:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
