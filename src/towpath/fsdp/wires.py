@@ -51,8 +51,8 @@ def wires(
 
     Weights cross nodes once after each change, as exact differences. Other gathers cross nothing: those of the backward
     pass, of further micro-steps, and of frozen weights. Gradients are summed inside each node first. For this, each
-    rank holds the shards of its column: the ranks of equal place in their nodes. In bf16, these are 2 bytes ×
-    parameters / ranks per node.
+    rank holds the shards of its column, the ranks of equal place in their nodes, and a copy of its own shard. In bf16,
+    these are 2 bytes × parameters × (1 / ranks per node + 1 / ranks).
 
     `wires(model, False)` gives FSDP2 its own transfers back.
 
