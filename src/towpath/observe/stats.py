@@ -88,7 +88,7 @@ class Observable(ABC):
         """Return the counts of all transfers so far, of all parts."""
 
     @abstractmethod
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Prepare a trace, and return groups through which all ranks meet."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
         StepError: A trace of the model is active already.
     """
     observed = _observed(model)
-    meshes = observed.prepare_trace() if isinstance(observed, Observable) else [observed.comm.job]
+    meshes = observed.trace_groups() if isinstance(observed, Observable) else [observed.comm.job]
     with traced(_comms(model), meshes) as recorded:
         yield recorded
 
