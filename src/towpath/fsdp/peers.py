@@ -82,6 +82,8 @@ class Peers:
         number: int = next(groups.shared("models made", count))
         log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
         comm = CommContext(groups, device, log)
+        # All groups of the job send what this one sends, such as those of each place in a node under HSDP.
+        comm.record.islands = dist.get_world_size() // groups.world
         return Peers(
             group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
         )

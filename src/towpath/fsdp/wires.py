@@ -82,9 +82,9 @@ def wires(
     else:
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
-    if ranks:
+    if exact or gradients is not None:
         object.__setattr__(model, "towpath_wires", WiredModel(ranks))
-    elif exact and dist.get_rank() == 0:
+    if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
 
