@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -189,3 +190,32 @@ def test_copies_of_a_ddp_with_wires_are_refused() -> None:
             copied(model)
     copy.deepcopy(model.module)
     pickle.dumps(model.state_dict())
+
+
+@on_ranks(2)
+def test_a_nan_in_the_weights_of_one_rank_changes_no_transfer() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        for p in model[2].parameters():
+            p.grad = torch.full_like(p, math.nan if dist.get_rank() == 1 else 0.0)
+        optimizer.step()
+        outputs = [model(torch.ones(2, 4, dtype=torch.float64)) for _ in range(2)]
+        return [output.isnan().double() for output in outputs]
+
+    check_like_stock(run, Topology(2, 1))
+
+
+@on_ranks(2)
+def test_a_negative_zero_is_sent() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        signs: list[torch.Tensor] = []
+        for value in (0.0, -0.0):
+            for p in model[2].parameters():
+                p.data.to_local().fill_(value)  # pyright: ignore
+            model[2].unshard()  # pyright: ignore
+            signs += [torch.signbit(p).double() for p in model[2].parameters()]
+            model[2].reshard()  # pyright: ignore
+        return signs
+
+    check_like_stock(run, Topology(2, 1))

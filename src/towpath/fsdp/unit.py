@@ -31,6 +31,10 @@ from towpath.fsdp.fields import has_own_cast, shards_of
 from towpath.fsdp.peers import Peers, factor_of
 
 
+# An integer of each size in bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(slots=True)
 class _Weights:
     """The weights of one unit that its column holds, and the transfers that keep them up to date."""
@@ -137,7 +141,9 @@ class WiredUnit:
 
     def _differs(self, weights: _Weights, mine: torch.Tensor) -> bool:
         """Return whether the shard has other values than those that were sent last."""
-        sent = weights.mine(weights.held)
+        # As bits: a NaN is equal to itself, and 0.0 is not equal to -0.0.
+        bits = _BITS[mine.dtype.itemsize]
+        sent, mine = weights.mine(weights.held).view(bits), mine.view(bits)
         if not mine.is_cuda:
             return not torch.equal(sent, mine)
         # A host that waited here for the device would slow down every gather. It reads the outcome after the next step.
