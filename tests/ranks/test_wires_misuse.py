@@ -219,3 +219,18 @@ def test_a_negative_zero_is_sent() -> None:
         return signs
 
     check_like_stock(run, Topology(2, 1))
+
+
+@on_ranks(4)
+def test_ranks_compare_over_several_groups_in_one_order() -> None:
+    kept = [bytearray(1000 * dist.get_rank() + 50 * i) for i in range(300)][:: 1 + dist.get_rank()]  # other addresses
+    models: list[nn.Module] = []
+    for _ in range(6):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        models.append(sharded_over(mesh))
+        towpath.wires(models[-1], topology=Topology(4, 1))
+        kept = kept[:: 1 + dist.get_rank() % 2]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for model in models:
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()

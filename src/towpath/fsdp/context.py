@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, final
 from weakref import WeakSet
 
@@ -24,6 +25,7 @@ from towpath.fsdp.peers import Peers
 from towpath.fsdp.unit import WiredUnit
 
 _active: WeakSet[WiredRanks] = WeakSet()
+_numbers = count()
 _watches = False
 
 
@@ -39,6 +41,7 @@ class WiredRanks:
         self, peers: Peers, parameters: Callable[[], Iterable[torch.Tensor]], units: Sequence[WiredUnit] = ()
     ) -> None:
         self.peers, self.units, self._parameters = peers, units, parameters
+        self.number = next(_numbers)
         self._sizes = peers.comm.bind(
             over_all_ranks(peers.strategy, TransferKind.MESSAGE_SIZES, 2 * len(units), "int64")
         )
@@ -109,5 +112,7 @@ def _watch_optimizers() -> None:
 def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer, *_: Any) -> None:
     # A parameter without a gradient is not stepped. All ranks agree on which have one, as they reduce them together.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    for each in sorted(_active, key=lambda wired: wired.peers.comm.log.model):
+    # All ranks have made them in the same order. Ranks that compared over their groups in other orders would wait for
+    # each other in a circle.
+    for each in sorted(_active, key=lambda wired: wired.number):
         call(each, stepped)

@@ -30,7 +30,6 @@ from towpath.errors import StepError
 from towpath.fsdp.fields import has_own_cast, shards_of
 from towpath.fsdp.peers import Peers, factor_of
 
-
 # An integer of each size in bytes.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
