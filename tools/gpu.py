@@ -200,7 +200,7 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-class Lanes:
+class CommunicatorSharing:
     """Runs the cases of a part: those with ranks one after the other, and those without next to them."""
 
     def __init__(self, report: Report, device: str, mps: Mps | None) -> None:
@@ -528,7 +528,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = str(folders[0])
     server.SCRATCH = folders[1]
     report: Report | None = None
-    lanes: Lanes | None = None
+    lanes: CommunicatorSharing | None = None
 
     def ignore() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -568,7 +568,7 @@ def main(arguments: Sequence[str]) -> int:
                 raise SystemExit("PyTorch sees no CUDA device here: use --device cpu")
             if shutil.which("nvidia-cuda-mps-control"):
                 mps = Mps(folders[0] / "mps")
-        lanes = Lanes(report, chosen.device, mps)
+        lanes = CommunicatorSharing(report, chosen.device, mps)
         if mps:
             mps.start()
         report.add({"mps": bool(mps and mps.variables)})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.suites.pipeline import COPIES, STAGES, Sizes, Stage, loss_of
-from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
+from towpath.codecs.low_rank import first_factor, matmul_thin, orthonormal, with_unit_columns
 from towpath.core.passes import encoded_gradients, one_forward_one_backward
 from towpath.core.transport import LowRank
 from towpath.pipeline import Compression
@@ -166,8 +166,8 @@ class EmulatedPipeline:
             self._sums[of] = _LowRankSum(factor, [torch.zeros(rows, columns, dtype=each[0].dtype) for _ in each])
         state = self._sums[of]
         x = [gradient + error for gradient, error in zip(each, state.errors, strict=True)]
-        basis = orthonormal(torch.stack([columns_of(mine, state.factor) for mine in x]).sum(0))
-        factors = [columns_of(mine.T, basis) for mine in x]
+        basis = orthonormal(torch.stack([matmul_thin(mine, state.factor) for mine in x]).sum(0))
+        factors = [matmul_thin(mine.T, basis) for mine in x]
         if feedback:
             state.errors = [mine - basis @ factor.T for mine, factor in zip(x, factors, strict=True)]
         summed = torch.stack(factors).sum(0)

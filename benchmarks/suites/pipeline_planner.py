@@ -38,7 +38,7 @@ from benchmarks.suites.pipeline import (
 from towpath.core.passes import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks
-from towpath.plan.choice import describe_measured
+from towpath.plan.choice import profile_model
 from towpath.plan.cluster_probe import probe
 from towpath.plan.model import Model, StagedModel
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
@@ -187,7 +187,7 @@ def _described(sizes: Sizes, index: int, count: int) -> Model:
     if index == count - 1:
         module, inputs = _Scored(module), [*inputs, ids]
     tokens = sizes.batch * sizes.length
-    return describe_measured(
+    return profile_model(
         module, lay_out(module), lambda _: inputs, [1], tokens, torch.device("cpu"), towpath.Precision()
     )
 

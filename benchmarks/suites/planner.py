@@ -44,7 +44,7 @@ from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
 from towpath.plan.bandwidth import Event, Timeline
-from towpath.plan.choice import describe_measured
+from towpath.plan.choice import profile_model
 from towpath.plan.cluster_probe import probe
 from towpath.plan.model import Model
 from towpath.plan.profile import Profile
@@ -271,7 +271,7 @@ class Planning:
         self._profile = probe(workload.topology, seconds)
         device = torch.device("cpu")
         dist.barrier()
-        self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
+        self._model = profile_model(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
 
     def found(self) -> tuple[Profile, Model]:
         """Return what was measured."""

@@ -25,7 +25,7 @@ from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.optimizer_steps import OptimizerSettings, coupling, options_of
 from towpath.engine.parameters.matrix_steps import FullMatrix, MatrixSteps
-from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_of_parameter
 from towpath.errors import ShardError, StepError
 from towpath.topology.together import together
 
@@ -432,7 +432,7 @@ def _memory_of(tensor: torch.Tensor) -> set[int]:
 def _checked(inner: Optimizer) -> list[Engine]:
     """Return the engines of an optimizer's parameters, in their order. Raise on every rank if it cannot be wrapped."""
     parameters = _parameters(inner)
-    found = [engine_with(p) for p in parameters]
+    found = [engine_of_parameter(p) for p in parameters]
     engines = list(dict.fromkeys(engine for engine in found if engine is not None))
     with ExitStack() as stack:
         ranks = [engine.comm.groups for engine in engines]

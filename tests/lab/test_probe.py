@@ -8,7 +8,7 @@ import pytest
 
 from lab import Lab, Rate
 from towpath.core.routes import ROUTES
-from towpath.plan.profile import Profile, collective_of
+from towpath.plan.profile import Profile, parse_collective_name
 from towpath.topology.cluster import Topology
 
 RATE = "100mbit"
@@ -32,7 +32,7 @@ def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: C
     # Headers take a few per cent; the bucket that shapes the cable lets the first bytes of a message pass.
     assert found.inter.rate == pytest.approx(Rate.parse(RATE).bits_per_second / 8, rel=0.25)
     assert found.ranks_sharing == 4
-    collectives = [collective_of(point.what) for point in profiles[0].collectives()]
+    collectives = [parse_collective_name(point.what) for point in profiles[0].collectives()]
     assert {op for op, *_ in collectives} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert {str(mesh) for _, mesh, _ in collectives} == {"2 × 2", "1 × 2", "2 × 1"}
     assert {route for *_, route in collectives} == set(ROUTES)

@@ -30,7 +30,7 @@ from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.model import Transformer
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.profile import Profile, collective_of
+from towpath.plan.profile import Profile, parse_collective_name
 from towpath.plan.request import Optimizer, Request
 from towpath.plan.solver import Ranking, Solver
 from towpath.train.config import Config
@@ -238,7 +238,7 @@ def test_a_probe_measures_all_collectives_over_every_mesh(world: Worlds) -> None
     found = world(4).run(_measured_collectives, topology)
     planned = {(op.value, mesh, route) for op, mesh, route in planned_collectives(topology, Form.MESSAGES)}
     assert found == [found[0]] * 4
-    assert {collective_of(what) for what in found[0]} == planned
+    assert {parse_collective_name(what) for what in found[0]} == planned
 
 
 def _measured_collectives(topology: towpath.Topology) -> list[str]:

@@ -244,7 +244,7 @@ def _meet() -> None:
         new_group([0, 1], "of two ranks")
     group = Groups().of(((0, 1, 2, 3),), "that all are to meet in, however many they had before")
     assert dist.get_world_size(group) == 4
-    counts = Groups().gather_objects(len(dist.distributed_c10d._world.pg_names) - before)
+    counts = Groups().all_gather_objects(len(dist.distributed_c10d._world.pg_names) - before)
     assert counts == [2] * 4
 
 

@@ -250,7 +250,7 @@ def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, 
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        assert model.towpath_engine._unused_params._values._wait is not None, label
+        assert model.towpath_engine._boundary_check._wait is not None, label
 
 
 def _has_copies(label: str, shape: towpath.Topology) -> bool:

@@ -232,5 +232,5 @@ def test_buffers_on_the_host_go_over_gloo_where_the_group_has_nccl_alone() -> No
 
         patch.setattr(dist, "broadcast", recorded)
         groups.broadcast(buffer, 1)
-        assert went == [groups.control_on_host()] and went[0] is not groups.parent
+        assert went == [groups.gloo_group()] and went[0] is not groups.parent
     assert buffer.tolist() == [1.0] * 3

@@ -142,7 +142,7 @@ def _drawn(root: Path) -> list[list[float]]:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
         loaded = checkpoint.load(root, State(build(mesh, "ddp")))
         assert loaded is not None and "this job of 4 ranks of which 2 share each layer" in " ".join(loaded.notes)
-        found.append(Groups().gather_objects(torch.rand(()).item()))
+        found.append(Groups().all_gather_objects(torch.rand(()).item()))
     return found
 
 

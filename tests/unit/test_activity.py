@@ -199,7 +199,9 @@ class Two:
 
     def neighbors(self) -> list[NextRank]:
         def neighbor(rank: int) -> NextRank:
-            return NextRank(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
+            return NextRank(
+                cast(Any, SimpleNamespace(rank=rank, world=2, all_gather_objects=partial(self.gather, rank)))
+            )
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(neighbor, range(2)))

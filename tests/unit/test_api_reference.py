@@ -64,6 +64,8 @@ def _undescribed(value: Any) -> list[str]:
         wanted = [field.name for field in dataclasses.fields(value) if field.init]
     else:
         called = value.__init__ if inspect.isclass(value) else value
+        if getattr(called, "__objclass__", value) is not value:  # of a base class in C, and no user calls it
+            return []
         wanted = [each for each in inspect.signature(called).parameters if each != "self"]
     sections = re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", text, re.MULTILINE)
     entries = set(re.findall(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?:", "".join(sections), re.MULTILINE))

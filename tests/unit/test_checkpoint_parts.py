@@ -18,7 +18,7 @@ from torch import nn
 from towpath import checkpoint
 from towpath.checkpoint import folders
 from towpath.checkpoint.local_state import rng_state, set_rng_state
-from towpath.checkpoint.manifest import from_json, to_json
+from towpath.checkpoint.manifest import decode_value, encode_value
 from towpath.checkpoint.safe_files import write_tensors
 from towpath.engine.parameters.dtensors import Box, boxes_of, ranges_of
 
@@ -72,8 +72,8 @@ trees = st.recursive(
 @settings(max_examples=30)
 @given(trees)
 def test_what_is_no_tensor_comes_back_from_json_as_it_was(tree: object) -> None:
-    text = json.dumps(to_json(tree, "x", {}))
-    found = from_json(json.loads(text), lambda path: torch.empty(0))
+    text = json.dumps(encode_value(tree, "x", {}))
+    found = decode_value(json.loads(text), lambda path: torch.empty(0))
     assert found == tree and repr(found) == repr(tree)
 
 

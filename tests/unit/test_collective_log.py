@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.queues import LoggedCall, Scope, log_bytes, scopes
+from towpath.core.queues import LoggedCall, Scope, digest_bytes, scopes
 from towpath.core.strategy import TransferKind
 from towpath.engine.agree.digest import KEPT, CollectiveLog, StepLog, difference
 from towpath.errors import StepError
@@ -70,9 +70,9 @@ def test_a_boundary_passes_exactly_where_the_ranks_of_each_replica_agree(
 
 
 def test_what_the_comparison_costs_is_a_few_bytes_a_replica() -> None:
-    assert log_bytes(towpath.strategy("ddp", SHAPE)) == 2 * 16  # the program, and the values that all ranks hold
-    assert log_bytes(towpath.strategy("zero3", SHAPE)) == (1 + 3) * 16  # P, G and OS: one replica each
-    assert log_bytes(towpath.strategy("mics", SHAPE)) == (1 + 2 + 3 * 2) * 16  # two slices; a replica a node
+    assert digest_bytes(towpath.strategy("ddp", SHAPE)) == 2 * 16  # the program, and the values that all ranks hold
+    assert digest_bytes(towpath.strategy("zero3", SHAPE)) == (1 + 3) * 16  # P, G and OS: one replica each
+    assert digest_bytes(towpath.strategy("mics", SHAPE)) == (1 + 2 + 3 * 2) * 16  # two slices; a replica a node
     usage = [
         t
         for t in towpath.schedule(towpath.strategy("mics", SHAPE), [100, 100]).transfers

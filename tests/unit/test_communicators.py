@@ -13,9 +13,9 @@ from towpath.core.queues import (
     COMMUNICATOR_BYTES,
     PEER_BYTES,
     Communicator,
-    Lanes,
+    CommunicatorSharing,
     communicator_bytes,
-    log_bytes,
+    digest_bytes,
     shared_lanes,
 )
 from towpath.core.routes import Form
@@ -32,7 +32,10 @@ UNITS = (
 
 
 def communicators(plans: list[UnitPlan]) -> set[Communicator]:
-    lanes, transfers = Lanes.of(plans), [t for plan in plans for kind in WITH_TRANSPORT for t in plan.transfers(kind)]
+    lanes, transfers = (
+        CommunicatorSharing.of(plans),
+        [t for plan in plans for kind in WITH_TRANSPORT for t in plan.transfers(kind)],
+    )
     return {each for transfer in transfers for each in lanes.communicators(transfer)}
 
 
@@ -41,7 +44,7 @@ def needed(strategy: towpath.Strategy, frozen: bool) -> set[tuple[tuple[int, ...
     buckets = slice(None) if frozen else slice(1)
     units = [UnitSpec(u.name, u.buckets[buckets], u.root) for u in UNITS]
     plans = [plan_unit(strategy, unit, Precision(), Form.COLLECTIVES) for unit in units]
-    found, lanes = communicators(plans), Lanes.of(plans)
+    found, lanes = communicators(plans), CommunicatorSharing.of(plans)
     for move in strategy.moves.assemble:
         ranks = move.groups[0].ranks
         used = {lanes.lane(queue, ranks, strategy.topology) for queue in ("control", "to owners", "from owners")}
@@ -71,7 +74,11 @@ def test_queues_of_one_communicator_must_keep_one_order() -> None:
         plans = [plan_unit(strategy, unit, Precision(), form) for unit in UNITS]
         found = shared_lanes(strategy, plans)
         # Each group has 16 bytes in the comparison at the boundary.
-        assert log_bytes(strategy, found) - log_bytes(strategy) == 16 * sum(len(each.ranks) for each in found) <= 1024
+        assert (
+            digest_bytes(strategy, found) - digest_bytes(strategy)
+            == 16 * sum(len(each.ranks) for each in found)
+            <= 1024
+        )
         return {(each.lane, len(each.ranks)): {kind.value for kind in each.kinds} for each in found}
 
     assert shared("zero++") == {("rows", 64): {"gather", "backward_gather", "reduce"}}

@@ -130,7 +130,7 @@ def solver(slower: float, **options: int) -> planning.Solver:
 def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
     found = solver(0.5).solve(best=60)
     assert isinstance(found, Ranking)
-    late = [step.launches_too_long for step in found.ranked]
+    late = [step.is_launch_bound for step in found.ranked]
     assert not late[0]
     assert late == sorted(late)
     assert any(late)
@@ -153,5 +153,5 @@ def test_the_ranks_of_a_pipeline_have_a_launching_thread_each() -> None:
         for s in (free, slow)
     ]
     assert found[1].seconds > 10 * found[0].seconds
-    assert found[1].launches_too_long
+    assert found[1].is_launch_bound
     assert found[1].unlaunched > 0.5 * found[1].seconds

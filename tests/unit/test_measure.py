@@ -16,7 +16,7 @@ from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
-from towpath.plan.choice import describe_measured, line_through
+from towpath.plan.choice import line_through, profile_model
 from towpath.plan.hardware import Cluster
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
 from towpath.train.models import GPT, Shape
@@ -54,7 +54,7 @@ def ids(sequences: int) -> list[Tensor]:
 
 
 def measured(model: nn.Module, sizes: list[int], precision: Precision | None = None) -> Model:
-    return describe_measured(model, lay_out(model), ids, sizes, LENGTH, CPU, precision or Precision())
+    return profile_model(model, lay_out(model), ids, sizes, LENGTH, CPU, precision or Precision())
 
 
 def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was() -> None:

@@ -17,7 +17,7 @@ from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.hardware import GroupMesh, Hardware, interpolated
-from towpath.plan.profile import Point, Profile, collective_name, collective_of
+from towpath.plan.profile import Point, Profile, collective_name, parse_collective_name
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
@@ -86,7 +86,7 @@ def test_a_profile_keeps_its_collectives_and_older_ones_have_none() -> None:
 def test_names_of_collectives_are_read_as_they_were_written() -> None:
     for mesh in (SQUARE, GroupMesh(Grid(4, 1), 2), GroupMesh(Grid(1, 8))):
         for op in (op.value for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)):
-            assert collective_of(collective_name(op, mesh, "ho-ring")) == (op, mesh, "ho-ring")
+            assert parse_collective_name(collective_name(op, mesh, "ho-ring")) == (op, mesh, "ho-ring")
 
 
 @pytest.mark.parametrize("form", Form)

@@ -26,9 +26,9 @@ from towpath.plan.profile import (
     SEVERAL,
     Point,
     Profile,
-    collective_of,
     collective_seconds,
     fitted,
+    parse_collective_name,
 )
 from towpath.plan.request import BF16, Optimizer, Request
 from towpath.plan.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
@@ -401,7 +401,9 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     cable = 2e7
     made = made_profile(cable=cable)
     hardware = made.cluster(measured_collectives=False).hardware
-    foretold = {str(collective_of(point.what)[1]): collective_seconds(point, hardware) for point in made.collectives()}
+    foretold = {
+        str(parse_collective_name(point.what)[1]): collective_seconds(point, hardware) for point in made.collectives()
+    }
 
     # Latencies come on top: a tenth of a millisecond a message.
     assert foretold["2 × 2"] == pytest.approx((1 << 19) / cable, rel=0.1)

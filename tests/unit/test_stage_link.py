@@ -12,7 +12,7 @@ from torch import nn
 from towpath.core.formats import Precision
 from towpath.core.transport import Transport
 from towpath.pipeline.agreement import meta_outputs
-from towpath.pipeline.messages import Encoding, Receiver, Sender
+from towpath.pipeline.messages import Encoding, RecvDecoder, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)
@@ -87,6 +87,6 @@ def test_stages_agree_on_the_dtype_that_inputs_are_cast_to() -> None:
 def test_inputs_of_the_model_receive_no_message_in_any_pytorch() -> None:
     """In 2.11 what stands for them has no buffer at all, and not the attribute that tells them apart later."""
     receive: Any = SimpleNamespace(tensor=None)
-    receiver = Receiver([Encoding(SHAPE, torch.float32, INT8)] * 2, CPU)
+    receiver = RecvDecoder([Encoding(SHAPE, torch.float32, INT8)] * 2, CPU)
     receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))])
     assert list(receiver.arriving) == [(0, 1)] and receive.tensor is receiver.arriving[0, 1]

@@ -18,7 +18,7 @@ class Told:
         self.members = [0, 1]
         self._theirs: list[Any] = [("another digest", ""), list(theirs)]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         return [value, self._theirs.pop(0)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tools.docs import figures
 from towpath import planning, strategy
 from towpath.core.formats import item_bytes
-from towpath.core.queues import Lanes
+from towpath.core.queues import CommunicatorSharing
 from towpath.core.step_state import Action, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
@@ -34,7 +34,7 @@ REACHED = 0.85
 COMPUTING = 0.74  # seconds of a micro-step of MODEL: 3.3e14 operations at 45 % of the peak
 
 
-class _OneLane(Lanes):
+class _OneLane(CommunicatorSharing):
     """Gathers and reductions of the same ranks share a communicator, as in FSDP2."""
 
     def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.local_state import seed_anew, set_rng_state
-from towpath.checkpoint.manifest import Manifest, from_json, read_manifest, tensors_in
+from towpath.checkpoint.manifest import Manifest, decode_value, read_manifest, tensors_in
 from towpath.checkpoint.safe_files import DamagedError, shown
 from towpath.checkpoint.state import RESERVED, State, kind_of, owns
 from towpath.core.formats import dtype_name, shape_text
@@ -281,7 +281,7 @@ class Restore:
                 yield f"the checkpoint has no {name!r}: it starts afresh"
                 continue
             try:
-                extra.load_state_dict(from_json(values[name], self.targets.__getitem__))
+                extra.load_state_dict(decode_value(values[name], self.targets.__getitem__))
             except TowpathError:
                 raise
             except Exception as error:
@@ -370,7 +370,7 @@ def restore_optimizer(
                 optimizer.state.pop(parameter, None)
                 if parameter in like:
                     rest = saved["states"][names[id(parameter)]]["rest"]
-                    optimizer.state[parameter] = {**from_json(rest, targets.__getitem__), **like[parameter]}
+                    optimizer.state[parameter] = {**decode_value(rest, targets.__getitem__), **like[parameter]}
             mine = (names[id(parameter)] for parameter in group["params"])
             sources = [options[name] for name in mine if name in options]
             yield from _restore_options(number, group, sources, targets)
@@ -402,7 +402,7 @@ def _restore_options(
                 "that differ in it"
             )
             continue
-        value, here = from_json(sources[0][key], targets.__getitem__), group.get(key)
+        value, here = decode_value(sources[0][key], targets.__getitem__), group.get(key)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if not _is_option_like(value, here):

@@ -5,7 +5,7 @@
       step, written_by, seconds, world, strategy
       files              name → bytes, CRC-32 of the whole file
       tensors            name → dtype, shape, boxes; each box: offsets, sizes, file
-      values             name → everything that is not a tensor (`to_json`)
+      values             name → everything that is not a tensor (`encode_value`)
 
 The files are safetensors files. Each rank writes the states of the optimizer into one and everything else into another,
 so that nobody computes the checksums of states to load weights. A box is called `name@offsets` in its file.
@@ -334,7 +334,7 @@ _TAGS = (_TUPLE, _ITEMS, _TENSOR_AT, _BYTES)
 _MOST_LEVELS, _MOST_BITS = 100, 4096
 
 
-def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+def encode_value(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
     """Return `value` as JSON. Its tensors are added to `tensors`, by names that begin with `path` and are new there."""
     if depth > _MOST_LEVELS:
         first = ".".join(path.split(".")[:4])
@@ -353,13 +353,13 @@ def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int 
     if isinstance(value, bytes):
         return {_BYTES: value.hex()}
     if isinstance(value, (list, tuple)):
-        items = [to_json(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
+        items = [encode_value(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, Mapping):
-        pairs = [(k, to_json(v, f"{path}.{k}", tensors, depth + 1)) for k, v in value.items()]
+        pairs = [(k, encode_value(v, f"{path}.{k}", tensors, depth + 1)) for k, v in value.items()]
         if all(isinstance(k, str) for k, _ in pairs) and not any(k in _TAGS for k, _ in pairs):
             return dict(pairs)
-        return {_ITEMS: [[to_json(k, f"{path} (key)", tensors, depth + 1), v] for k, v in pairs]}
+        return {_ITEMS: [[encode_value(k, f"{path} (key)", tensors, depth + 1), v] for k, v in pairs]}
     if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
         return value.item()  # a NumPy scalar
     raise CheckpointError(
@@ -379,10 +379,10 @@ def _add_tensor(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor
     return name
 
 
-def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:
-    """Return what `to_json` was given, or raise ValueError or TypeError. `tensors` returns the tensor of a path."""
+def decode_value(value: Any, tensors: Callable[[str], Any]) -> Any:
+    """Return what `encode_value` was given. Raise ValueError or TypeError. `tensors` returns the tensor of a path."""
     if isinstance(value, list):
-        return [from_json(v, tensors) for v in value]
+        return [decode_value(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
@@ -392,14 +392,14 @@ def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:
         if tag == _BYTES:
             return bytes.fromhex(inside)
         if tag == _TUPLE:
-            return tuple(from_json(v, tensors) for v in inside)
+            return tuple(decode_value(v, tensors) for v in inside)
         if tag == _ITEMS:
-            return {from_json(k, tensors): from_json(v, tensors) for k, v in inside}
-    return {k: from_json(v, tensors) for k, v in value.items()}
+            return {decode_value(k, tensors): decode_value(v, tensors) for k, v in inside}
+    return {k: decode_value(v, tensors) for k, v in value.items()}
 
 
 def tensors_in(value: Any) -> list[str]:
-    """Return the paths of the tensors that belong into a value from `to_json`."""
+    """Return the paths of the tensors that belong into a value from `encode_value`."""
     found: list[str] = []
-    from_json(value, lambda path: found.append(path) or object())
+    decode_value(value, lambda path: found.append(path) or object())
     return found

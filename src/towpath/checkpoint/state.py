@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
 from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_state
-from towpath.checkpoint.manifest import to_json
+from towpath.checkpoint.manifest import encode_value
 from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.core.formats import dtype_name, shape_text
 from towpath.engine.optimizer_steps import adopt
@@ -124,7 +124,7 @@ class State:
         of_extras: dict[str, torch.Tensor] = {}
         for name, extra in self.extras.items():
             before = len(of_extras)
-            values[name] = to_json(extra.state_dict(), name, of_extras)
+            values[name] = encode_value(extra.state_dict(), name, of_extras)
             shapes = [f"{t.dtype} {shape_text(tuple(t.shape))}" for t in [*of_extras.values()][before:]]
             text = json.dumps([values[name], *shapes] if shapes else values[name], sort_keys=True)
             same[f"the state of {name!r}"] = (
@@ -265,7 +265,7 @@ def collect_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k != "params"}
         mine = [name_of(names, p, number) for p in group["params"]]
-        groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors)})
+        groups.append({"names": mine, "options": encode_value(options, f"optimizer.(group {number})", tensors)})
         for name, parameter in zip(mine, group["params"], strict=True):
             if parameter not in optimizer.state:
                 continue
@@ -314,7 +314,7 @@ def _state(
         like = [key for key in like if isinstance(state[key], ShardTensor)]
     tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
     rest = {key: value for key, value in state.items() if key not in like}
-    return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors)}
+    return {"like": like, "rest": encode_value(rest, f"optimizer.{name}", tensors)}
 
 
 def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:

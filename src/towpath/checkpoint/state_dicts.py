@@ -383,7 +383,7 @@ def _given(
     at_rank_0 = iter(())
     if options.broadcast_from_rank0:
         at_rank_0 = iter([leaf for leaf in trees.tree_leaves(given) if _is_sent(leaf)])
-        given = groups.gather_objects(trees.tree_map(_AtRank0.of, given) if groups.rank == 0 else None)[0]
+        given = groups.all_gather_objects(trees.tree_map(_AtRank0.of, given) if groups.rank == 0 else None)[0]
     for engine in engines:
         engine.tell_before_rewrite()
 

@@ -54,7 +54,7 @@ class _PieceGrid:
 
 
 @final
-class PlainPacking:
+class UncompressedPacking:
     """Pieces in their dtype. Sums of narrow dtypes are computed in float32.
 
     On a CPU, rows are summed in their order. On a GPU, one call sums all rows, in an order that depends on the shape.
@@ -173,7 +173,7 @@ class EncodedPacking:
         return kept, None if kept is None else workspace.take(self._sum_elements, torch.float32)
 
 
-Packing: TypeAlias = PlainPacking | EncodedPacking
+Packing: TypeAlias = UncompressedPacking | EncodedPacking
 
 
 class RoundingSeeds:

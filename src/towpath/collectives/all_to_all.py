@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.codecs.kernels.pieces import PiecePlace
-from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
+from towpath.codecs.packing import EncodedPacking, Packing, RoundingSeeds, UncompressedPacking
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
 from towpath.core.buffers import AllToAll, exchanged_cells, kept_elements
@@ -94,7 +94,7 @@ class AllToAllReduceScatter(Collective):
     def _make_packing(self, device: torch.device) -> Packing:
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
-            return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)
+            return UncompressedPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)
         kept = [torch.zeros(n, device=device) if n else None for n in kept_elements(self._transfer)]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
         return EncodedPacking(codec, device, buffers.sum_elements, shaped, self._members.position)

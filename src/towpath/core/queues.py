@@ -70,7 +70,7 @@ PEER_BYTES = (3_500_000_000 - COMMUNICATOR_BYTES) // 7
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class CommunicatorSharing:
     """The communicators that the queues of one model share.
 
     Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
@@ -82,10 +82,10 @@ class Lanes:
     with_all_to_alls: frozenset[Communicator] = frozenset()  # the communicators that carry all-to-alls
 
     @staticmethod
-    def of(plans: Iterable[UnitPlan]) -> Lanes:
+    def of(plans: Iterable[UnitPlan]) -> CommunicatorSharing:
         transfers = tuple(_transfers(plans))
         kinds = {t.kind for t in transfers if t.by_rows_and_columns}
-        lanes = Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
+        lanes = CommunicatorSharing({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
         exchanges = (t for t in transfers if t.move.op is not Op.ALL_GATHER and t.route in ALL_TO_ALL)
         return replace(lanes, with_all_to_alls=frozenset(each for t in exchanges for each in lanes.communicators(t)))
 
@@ -127,7 +127,11 @@ class SharedLane:
 def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedLane, ...]:
     """Return the communicators that transfers of more than one queue use. There are none in the form of messages."""
     plans = tuple(plans)
-    lanes, kinds, everyone = Lanes.of(plans), dict[Communicator, set[TransferKind]](), dict[Communicator, Ranks]()
+    lanes, kinds, everyone = (
+        CommunicatorSharing.of(plans),
+        dict[Communicator, set[TransferKind]](),
+        dict[Communicator, Ranks](),
+    )
     for transfer in _transfers(plans):
         for communicator, ranks in zip(lanes.communicators(transfer), transfer.partitions, strict=False):
             kinds.setdefault(communicator, set()).add(transfer.kind)
@@ -147,7 +151,7 @@ def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedL
 
 def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     """Return the bytes that NCCL takes on one rank's device, or an empty dict if messages execute the transfers."""
-    lanes, taken = Lanes.of(plans), dict[Communicator, int]()
+    lanes, taken = CommunicatorSharing.of(plans), dict[Communicator, int]()
     for transfer in _transfers(plans):
         for each in lanes.communicators(transfer):
             nodes = Counter(map(transfer.topology.node_of, each[0]))
@@ -158,7 +162,7 @@ def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
 
 def outer_communicator_bytes(transfers: Iterable[Transfer]) -> int:
     """Return the bytes of NCCL that outer steps add on one rank: for exchanges, and for the parent of the job."""
-    found = {each for transfer in transfers for each in Lanes().communicators(transfer)}
+    found = {each for transfer in transfers for each in CommunicatorSharing().communicators(transfer)}
     return (len(found) + 1) * COMMUNICATOR_BYTES if found else 0
 
 
@@ -251,6 +255,6 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     return tuple(found)
 
 
-def log_bytes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> int:
+def digest_bytes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> int:
     """Return the bytes that the comparison adds to the transfer of unused parameters."""
     return SLOT_BYTES * sum(scope.groups for scope in scopes(strategy, lanes))

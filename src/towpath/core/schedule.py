@@ -19,7 +19,7 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import PassKind, StagePass
 from towpath.core.placement import everyone
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, log_bytes, shared_lanes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, digest_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, Submit, Task, slot_groups
@@ -39,7 +39,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     # It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
     # Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
     # `parameters`: The number of trainable parameters. Without any, nothing is compared.
-    # `log`: The bytes of the digests, as `log_bytes` returns them.
+    # `log`: The bytes of the digests, as `digest_bytes` returns them.
     return over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
 
 
@@ -201,7 +201,9 @@ def _laid_out(
         found = sizes if agrees else plans[task.unit].steady_transfers(task.kind)
         yield from (transfer.in_micro_step(micro_step) for transfer in found)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-    for transfer in unused_params_transfers(strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))):
+    for transfer in unused_params_transfers(
+        strategy, parameters, digest_bytes(strategy, shared_lanes(strategy, plans))
+    ):
         yield transfer.in_micro_step(micro_steps - 1)
 
 

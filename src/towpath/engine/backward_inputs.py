@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from towpath.core.step_state import ForwardPass
-from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_of_parameter
 from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 
@@ -81,7 +81,7 @@ def let_backward_take_parameters() -> None:
 def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
     """Run a backward pass with `inputs=`. Yield the unsharded views for those inputs that are ShardTensors."""
     global _reached
-    named = {id(each): engine_with(each) for each in inputs if isinstance(each, ShardTensor)}
+    named = {id(each): engine_of_parameter(each) for each in inputs if isinstance(each, ShardTensor)}
     views: list[nn.Parameter] = []
     for engine in dict.fromkeys(engine for engine in named.values() if engine is not None):
         buckets = [bucket for unit in engine.units for bucket in unit.trainable]

@@ -187,7 +187,7 @@ def build(
     comm.share(strategy, [*plans, *others])
     is_real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     # Where rank 0 has all values, the models of the other ranks may be on the meta device, and need no values.
-    root_is_real = job.gather_objects(is_real)[0]
+    root_is_real = job.all_gather_objects(is_real)[0]
     starts = job.rank == 0 or not root_is_real
     if starts and not is_real:
         add_reset_parameters(model)
@@ -257,4 +257,4 @@ def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Repli
         return replica
     moves = strategy.moves.assemble
     group = groups.of(tuple(g.ranks for g in moves[0].groups), "control", "gloo") if moves else None
-    return replace(replica, group=group, everyone=groups.control_on_host())
+    return replace(replica, group=group, everyone=groups.gloo_group())

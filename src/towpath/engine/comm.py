@@ -20,7 +20,7 @@ import torch.distributed as dist
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.point_to_point import OwnersExchange
 from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, CommunicatorSharing, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
@@ -148,12 +148,12 @@ class CommContext:
         # the same group then have one order on all ranks.
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
-        self._lanes = Lanes()
+        self._lanes = CommunicatorSharing()
 
     def share(self, strategy: Strategy, plans: Iterable[UnitPlan]) -> None:
         """Share process groups as the transfers of `plans` need it. Call it before anything is bound."""
         plans = tuple(plans)
-        self._lanes = Lanes.of(plans)
+        self._lanes = CommunicatorSharing.of(plans)
         self.log.share(shared_lanes(strategy, plans))
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
@@ -196,7 +196,7 @@ class CommContext:
 
         def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
             if transfer.kind in BETWEEN_HOSTS:
-                return self.groups.control_on_host()
+                return self.groups.gloo_group()
             if not shares_groups(self._backend):
                 return self.groups.of(ranks, f"{queue}{part}", self._backend)
             return self._of_lane(ranks, queue, topology, borrows=transfer.move.op in WITH_OWNERS)

@@ -411,7 +411,7 @@ class Engine:
             began = perf_counter()
             for bucket in self._arriving.trainable:
                 bucket.gradients.store()
-            self.host.take_off(perf_counter() - began)
+            self.host.subtract(perf_counter() - began)
         self._arriving = unit
 
     def _backward_event(self, event: Callable[[], list[Action]]) -> None:

@@ -435,7 +435,7 @@ def least_free_bytes(model: nn.Module, device: torch.device, groups: Groups) -> 
         mine = torch.cuda.mem_get_info(device)[0]
     # All containers of a machine share this identifier, and its memory. Host names may repeat.
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-    told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
+    told: list[tuple[str, int | None, int]] = groups.all_gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]
     shared = {host: 1 if device.type == "cuda" else hosts.count(host) for host in hosts}
     return min((free // shared[host] + theirs for host, free, theirs in told if free is not None), default=None)

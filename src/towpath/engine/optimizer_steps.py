@@ -34,7 +34,7 @@ from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
-from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_of_parameter, running_step
 from towpath.errors import ShardError
 from towpath.logs import logger
 
@@ -81,7 +81,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 f"{type(optimizer).__name__} has the DTensor that {name} was before shard(), and that shard() has "
                 "replaced. Make the optimizer after shard(), of model.parameters()."
             )
-        engine = engine_with(parameter)
+        engine = engine_of_parameter(parameter)
         if engine is not None:
             engine.optimizers.add(optimizer)
             if check:

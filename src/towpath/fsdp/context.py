@@ -22,11 +22,11 @@ from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 from towpath.fsdp.fields import parameters_of
 from towpath.fsdp.peers import Peers
-from towpath.fsdp.unit import WiredUnit
+from towpath.fsdp.wired_unit import WiredUnit
 
 _active: WeakSet[WiredRanks] = WeakSet()
-_numbers = count()
 _watches = False
+_made = count()
 
 
 @final
@@ -41,7 +41,8 @@ class WiredRanks:
         self, peers: Peers, parameters: Callable[[], Iterable[torch.Tensor]], units: Sequence[WiredUnit] = ()
     ) -> None:
         self.peers, self.units, self._parameters = peers, units, parameters
-        self.number = next(_numbers)
+        # Ranks compare over their groups in the order in which they made them, which is the same on all ranks.
+        self.number = next(_made)
         self._sizes = peers.comm.bind(
             over_all_ranks(peers.strategy, TransferKind.MESSAGE_SIZES, 2 * len(units), "int64")
         )
@@ -57,7 +58,8 @@ class WiredRanks:
         """Send the shards of units that have parameters with these ids."""
         changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module)))
         sending = [unit for unit in changed if unit.take_shard()]
-        if sending and self.peers.comm.device.type == "cuda":
+        # On a GPU, ranks also learn here whether one of them has found weights that were written through `.data`.
+        if sending and (self.peers.comm.device.type == "cuda" or any(unit.encoding for unit in sending)):
             self._agree(sending)
         for unit in sending:
             unit.send()
@@ -66,7 +68,7 @@ class WiredRanks:
         """Encode shards, and agree with all ranks on the sizes of messages. The host waits here, once a step."""
         comm, units = self.peers.comm, self.units
         encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
-        sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=True)
+        sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=comm.device.type == "cuda")
 
         def read(_: Workspace) -> None:
             for number, unit in enumerate(units):
@@ -112,7 +114,5 @@ def _watch_optimizers() -> None:
 def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer, *_: Any) -> None:
     # A parameter without a gradient is not stepped. All ranks agree on which have one, as they reduce them together.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    # All ranks have made them in the same order. Ranks that compared over their groups in other orders would wait for
-    # each other in a circle.
     for each in sorted(_active, key=lambda wired: wired.number):
         call(each, stepped)

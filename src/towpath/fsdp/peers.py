@@ -18,11 +18,11 @@ from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.core.transport import Transport
+from towpath.core.transport import LOW_RANK, Transport
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
-from towpath.engine.transfer_queues import RankTransfer
+from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -45,6 +45,12 @@ class Wishes:
         made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
         if self.gradients is None:
             return made
+        if self.gradients.startswith(LOW_RANK):
+            # It factors matrices, and flat buffers would be sent as they are.
+            raise ConfigError(
+                f"wires(): gradients={self.gradients!r} needs matrices; FSDP2 and DDP reduce flat buffers. Pass a "
+                "codec of blocks, such as 'int8' or 'int4:64'."
+            )
         route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
         return replace(made, grad_sync=Transport(route, self.gradients, "first"))
 
@@ -76,6 +82,8 @@ class Peers:
         number: int = next(groups.shared("models made", count))
         log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
         comm = CommContext(groups, device, log)
+        # All groups of the job send what this one sends, such as those of each place in a node under HSDP.
+        comm.record.islands = dist.get_world_size() // groups.world
         return Peers(
             group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
         )
@@ -120,6 +128,15 @@ class Peers:
             for move in getattr(strategy.moves, kind.value)
         )
 
+    def submit(
+        self, kind: TransferKind, transfers: Sequence[RankTransfer], works: Sequence[Work], after: Sequence[Handle] = ()
+    ) -> Handle:
+        """Submit a job to the queue of `kind`."""
+        # Without an optimizer, as in an evaluation, no step ends, and its list of transfers would grow for ever.
+        if self.comm.record.so_far() > _LONGEST_STEP:
+            self.comm.record.end_step()
+        return self.comm.queues.submit(kind, transfers, works, after)
+
     def compare(self, problems: Iterable[tuple[str, str]] = ()) -> None:
         """Raise StepError on every rank if one has submitted other transfers than its peers since the last time.
 
@@ -135,7 +152,7 @@ class Peers:
                 transfer.run(told, told, workspace)
 
         comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
-        comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
+        comm.log.check(bytes(told.tolist()[1:]), comm.groups.all_gather_objects)
         comm.record.end_step()
         comm.watchdog.status.step += 1
 
@@ -173,6 +190,8 @@ def _among(ranks: Sequence[int], topology: Topology) -> Topology:
     return topology.of(ranks)
 
 
+# A step with more transfers is recorded as several.
+_LONGEST_STEP = 1 << 14
 # The memory of a GPU that is left free when weights are held there.
 _ROOM = 1 << 30
 _SAME = "Build the same model, shard it in the same way, and call towpath.wires() alike on every rank."
@@ -184,7 +203,8 @@ def factor_of(op: Any, ranks: int) -> float:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1 / ranks
-    kind, factor = op.__getstate__()  # the only access to the factor of PREMUL_SUM
+    state = op.__getstate__()  # the only access to the factor of PREMUL_SUM; plain operations have a number
+    kind, factor = state if isinstance(state, tuple) else (op, None)
     if kind == dist.ReduceOp.PREMUL_SUM and factor is not None:
         return float(factor)
     raise StepError(f"towpath.wires() sums, averages, or scales the sum of gradients; got {kind}.")

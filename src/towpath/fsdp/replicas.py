@@ -62,7 +62,7 @@ class ReplicaGroup(dist.ProcessGroup):
         [buffer] = tensors
         transfer = self._sums.of(self._unit, buffer)
         work = partial(transfer.run, buffer, buffer)
-        self._sums.peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()
+        self._sums.peers.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()
         factor = factor_of(opts.reduceOp, self.size())
         if factor != 1:
             buffer.mul_(factor)
@@ -136,7 +136,7 @@ class BucketSums:
                 raise
             ended.set_result(buffer)
 
-        sums.peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [average])
+        sums.peers.submit(TransferKind.GRAD_SYNC, [transfer], [average])
         return ended
 
 

@@ -18,10 +18,10 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.comm import CommContext
 from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
-from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, parameters_of, set_replicate_group
+from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
 from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
-from towpath.fsdp.unit import WiredUnit
+from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
 from towpath.observe.stats import Observable, Stats, merged
@@ -51,8 +51,8 @@ def wires(
 
     Weights cross nodes once after each change, as exact differences. Other gathers cross nothing: those of the backward
     pass, of further micro-steps, and of frozen weights. Gradients are summed inside each node first. For this, each
-    rank holds the shards of its column: the ranks of equal place in their nodes. In bf16, these are 2 bytes ×
-    parameters / ranks per node.
+    rank holds the shards of its column, the ranks of equal place in their nodes, and a copy of its own shard. In bf16,
+    these are 2 bytes × parameters × (1 / ranks per node + 1 / ranks).
 
     `wires(model, False)` gives FSDP2 its own transfers back.
 
@@ -82,9 +82,9 @@ def wires(
     else:
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
-    if ranks:
+    if exact or gradients is not None:
         object.__setattr__(model, "towpath_wires", WiredModel(ranks))
-    elif exact and dist.get_rank() == 0:
+    if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
 
@@ -122,6 +122,12 @@ def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
         return []
+    several = [name or "root" for name, module in modules if len(param_groups(module)) > 1]
+    if several:
+        raise ShardError(
+            f"wires(): module {several[0]} has parameters over several meshes, which share one all-gather. Call "
+            "fully_shard() on a module of their own for those over another mesh, without shard_placement_fn."
+        )
     by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
     for name, module in modules:
         shards, replicas = groups_of(module)
@@ -250,7 +256,7 @@ class WiredModel(Observable):
         transfers = merged(transfer for one in each for transfer in one.transfers)
         return Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
 
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Return the groups through which ranks meet."""
         return [comm.groups for comm in self.comms]
 

@@ -25,7 +25,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.optimizer_steps import adopt, parameters_of
 from towpath.engine.parameters.initialise import Values
-from towpath.engine.parameters.shard_tensor import engine_with
+from towpath.engine.parameters.shard_tensor import engine_of_parameter
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, owner_stepped_members
@@ -104,7 +104,7 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
     With a `model`, nothing is done unless the optimizer steps parameters of that model.
     """
     adopt(optimizer)
-    engines = {engine_with(p) for p in parameters_of(optimizer)} - {None}
+    engines = {engine_of_parameter(p) for p in parameters_of(optimizer)} - {None}
     if not engines or (model is not None and engine_of(model) not in engines):
         return
     for member in members_of(optimizer):

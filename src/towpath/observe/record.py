@@ -112,7 +112,7 @@ class HostClock:
         self.seconds += time.perf_counter() - self._began
         self._running = False
 
-    def take_off(self, seconds: float) -> None:
+    def subtract(self, seconds: float) -> None:
         """Subtract seconds that were no bookkeeping, if the clock runs."""
         # If the clock stands, the seconds were never added.
         if self._running:
@@ -304,7 +304,7 @@ class Record:
     """
 
     def __init__(self, watchdog: Watchdog, timer: Timer, islands: int = 1) -> None:
-        self._islands = islands  # all of them send what this one sends
+        self.islands = islands  # all of them send what this one sends
         self.host = HostClock()
         self.watchdog, self.timer, self._host_timer = watchdog, timer, Timer()
         self.trace: Trace | None = None
@@ -381,7 +381,7 @@ class Record:
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
-        self.host.take_off(self.timer.host_seconds(began, ended))
+        self.host.subtract(self.timer.host_seconds(began, ended))
         if not transfers:  # the job was arithmetic only
             return
         with self._lock:
@@ -417,7 +417,7 @@ class Record:
         stats = self._stats.get(transfer)  # one look-up, because this runs for each transfer and each wait
         if stats is None:
             # An exchange is one transfer of all islands.
-            stats = TransferStats.of(transfer, 1 if transfer.kind in OUTER_KINDS else self._islands)
+            stats = TransferStats.of(transfer, 1 if transfer.kind in OUTER_KINDS else self.islands)
             self._stats[transfer] = stats
         return stats
 

@@ -88,7 +88,7 @@ class Observable(ABC):
         """Return the counts of all transfers so far, of all parts."""
 
     @abstractmethod
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Prepare a trace, and return groups through which all ranks meet."""
 
     @abstractmethod
@@ -158,7 +158,7 @@ def _comms(model: nn.Module | Observable) -> list[CommContext]:
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `trace` context that is active for `model`, or None."""
-    return _comms(model)[0].record.trace
+    return next((comm.record.trace for comm in _comms(model)), None)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
         StepError: A trace of the model is active already.
     """
     observed = _observed(model)
-    meshes = observed.prepare_trace() if isinstance(observed, Observable) else [observed.comm.job]
+    meshes = observed.trace_groups() if isinstance(observed, Observable) else [observed.comm.job]
     with traced(_comms(model), meshes) as recorded:
         yield recorded
 
@@ -185,6 +185,8 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
 def traced(comms: Sequence[CommContext], meshes: Sequence[Groups]) -> Generator[Trace]:
     """Record several parts of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
     records = [comm.record for comm in comms]
+    if not records:
+        raise StepError("trace: the wires of this model send nothing, because its ranks are on one node.")
     if any(record.trace is not None for record in records):
         raise StepError("trace: this model is being traced already. Leave the first `with tracing.trace(...)` before.")
     for comm in comms:
@@ -330,7 +332,7 @@ class StepCounter:
         own = [stats_of(engine) for engine in self._engines]
         transfers = [transfer for one in own for transfer in one.transfers]
         for group in self._groups:
-            gathered = group.gather_objects(transfers)
+            gathered = group.all_gather_objects(transfers)
             del gathered[group.rank]
             transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
         messages = [each for each in self._sent() if each.transfer.kind in _MESSAGES]

@@ -116,7 +116,7 @@ class OuterSync:
         # `awaits_step`: this rank has gradients of the last step that no optimizer has used.
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
-            found = self._comm.job.gather_objects((step, self._comm.queues.micro_step, awaits_step))
+            found = self._comm.job.all_gather_objects((step, self._comm.queues.micro_step, awaits_step))
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._comm.number}: averaging the islands failed after step {step}: {error}\nAnother rank has "
@@ -139,7 +139,7 @@ class OuterSync:
     def raise_problems(self) -> None:
         """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
         problems, self._problems = self._problems, []
-        for what in (what for found in self._comm.job.gather_objects(problems) for what in found):
+        for what in (what for found in self._comm.job.all_gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
 
     def parts(self) -> Iterator[tuple[PartExchange, bool]]:
@@ -297,7 +297,7 @@ class PartExchange:
         values = self._values
         for bucket in self._buckets:
             # The device may still copy the weights that `write` or `run_gather` will overwrite.
-            bucket.version.before_write()
+            bucket.version.wait_for_read()
         if values is not self.difference:
             values.copy_(self.difference)
         _step(self.slow, self.momentum, values, settings, islands)

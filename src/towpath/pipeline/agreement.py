@@ -161,11 +161,11 @@ class MeshRanks:
         self.groups = {name: Groups(mesh[name].get_group()) for name in names}  # by the dimension of the mesh
         self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of `members`."""
         found = {dist.get_rank(): value}
         for groups in self.groups.values():
-            found = {rank: each for told in groups.gather_objects(found) for rank, each in told.items()}
+            found = {rank: each for told in groups.all_gather_objects(found) for rank, each in told.items()}
         return [found[rank] for rank in self.members]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.codecs.kernels import kernels_for
-from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
+from towpath.codecs.low_rank import first_factor, matmul_thin, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.layout import torch_dtype
@@ -112,8 +112,8 @@ class Sender:
     def _factorize(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
         """Write the factors of `x` to the message. Return whether they are finite."""
         p, q = self.encoding.factors(message)
-        basis = orthonormal(columns_of(x, self._factor))
-        factor = columns_of(x.T, basis)
+        basis = orthonormal(matmul_thin(x, self._factor))
+        factor = matmul_thin(x.T, basis)
         p.copy_(basis)
         q.copy_(factor)
         finite = message.isfinite().all()
@@ -131,7 +131,7 @@ class Sender:
 
 
 @final
-class Receiver:
+class RecvDecoder:
     """The messages of one kind that a stage receives, from the buffers that they arrive in to the decoded tensors."""
 
     def __init__(self, encodings: Sequence[Encoding], device: torch.device) -> None:

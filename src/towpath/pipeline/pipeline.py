@@ -186,7 +186,7 @@ class Pipeline(Observable):
         groups = [groups for name, groups in self._everyone.groups.items() if name != "dp"]
         # The steps at which a codec begins or ends. All ranks plan the schedule after each of them.
         own_changes = set().union(*(engine.strategy.changes for engine in self.engines))
-        changes = self._compression.changes.union(*self._ranks.gather_objects(own_changes))
+        changes = self._compression.changes.union(*self._ranks.all_gather_objects(own_changes))
         self._counter = StepCounter(self.engines, partial(self.schedule, None), changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         self._unfinished = ""  # the call that runs, or has failed while it ran
@@ -377,7 +377,7 @@ class Pipeline(Observable):
         self._calls.check(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
-        trace = self._stages[0].trace
+        trace = self._stages[0].active_trace
         with nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
@@ -449,11 +449,11 @@ class Pipeline(Observable):
         if self._tied is not None and self._tied.counted_here:  # after the stages
             walks = accumulated + 1
             mine[len(self.owners)] = self._tied.schedules(walks * self.micro_batches, self._passes(0, accumulated))
-        stages = {index: parts for each in self._ranks.gather_objects(mine) for index, parts in each.items()}
+        stages = {index: parts for each in self._ranks.all_gather_objects(mine) for index, parts in each.items()}
         pipeline = [part for index in sorted(stages) for part in stages[index]]
         pipelines = [pipeline]
         if "tp" in self._everyone.groups:
-            pipelines = self._everyone.groups["tp"].gather_objects(pipeline)
+            pipelines = self._everyone.groups["tp"].all_gather_objects(pipeline)
         compression = self._compression if step is None else self._compression.at(step)
         return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
@@ -501,7 +501,7 @@ class Pipeline(Observable):
         """The communication of the engines of this rank."""
         return [engine.comm for engine in self.engines]
 
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
         leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
@@ -515,7 +515,7 @@ class Pipeline(Observable):
         Args:
             trace: This rank's trace, after its `trace` context has ended.
         """
-        found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
+        found = dict(zip(self._everyone.members, self._everyone.all_gather_objects(trace.intervals), strict=True))
         return found if dist.get_rank() == self._everyone.members[0] else {}
 
     def local_state(self) -> LocalState:

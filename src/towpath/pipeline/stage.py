@@ -34,7 +34,7 @@ from towpath.engine.executor import Engine, engine_of
 from towpath.errors import CheckpointError
 from towpath.observe.record import Trace
 from towpath.observe.trace import BETWEEN, INSIDE
-from towpath.pipeline.messages import Encoding, Receiver, Sender, trace_messages
+from towpath.pipeline.messages import Encoding, RecvDecoder, Sender, trace_messages
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks
 
@@ -82,8 +82,8 @@ class TowpathStage(PipelineStage):
 
         received, sent = () if self.is_first else inputs, () if self.is_last else outputs
         back = compression.activation_gradients
-        self._receives_outputs = Receiver(encodings(received, compression.activations), device)
-        self._receives_gradients = Receiver(encodings(sent, back), device)
+        self._receives_outputs = RecvDecoder(encodings(received, compression.activations), device)
+        self._receives_gradients = RecvDecoder(encodings(sent, back), device)
         self._output_senders = senders(encodings(sent, compression.activations), "outputs")
         self._gradient_senders = senders(encodings(received, back), "gradients")
         # The shapes and dtypes of the tensors that the stage sends to the next one.
@@ -99,7 +99,7 @@ class TowpathStage(PipelineStage):
         return engine_of(self.submod)
 
     @property
-    def trace(self) -> Trace | None:
+    def active_trace(self) -> Trace | None:
         return self.engine.comm.record.trace
 
     @property
@@ -197,16 +197,16 @@ class TowpathStage(PipelineStage):
         began = time.perf_counter()
         try:
             name = f"{work} of stage {self.stage_index}, micro-batch {micro_batch}"
-            with nullcontext() if self.trace is None else self.trace.phase(name):
+            with nullcontext() if self.active_trace is None else self.active_trace.phase(name):
                 yield
         finally:
             self.seconds_computed += time.perf_counter() - began
 
     def _traced(self, found: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
         """Return the operations of messages between `stage` and the next one. If there is a trace, it shows them."""
-        if self.trace is not None:
+        if self.active_trace is not None:
             track = BETWEEN if self.leaves_node.get(f"stage {stage}", True) else INSIDE
-            trace_messages(found, self.trace, track, kind, micro_batch)
+            trace_messages(found, self.active_trace, track, kind, micro_batch)
         return found
 
 
@@ -231,7 +231,7 @@ def name_prefixes(modules: Mapping[int, nn.Module], stages: int, group: dist.Pro
     It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
     """
     mine = [(index, name) for index, module in modules.items() for name, _ in module.named_parameters()]
-    gathered = Groups(group).gather_objects(mine)
+    gathered = Groups(group).all_gather_objects(mine)
     counts = Counter(name for each in gathered for _, name in each)
     unique = all(count == 1 for count in counts.values())
     return ["" if unique else f"{index}." for index in range(stages)]

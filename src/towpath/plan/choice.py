@@ -151,7 +151,7 @@ def choose_for(
     def describe(device: torch.device) -> Model:
         if not workload.inputs:
             return describe_by_parameters(model, layouts, workload.tokens)
-        return describe_measured(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, precision)
+        return profile_model(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, precision)
 
     choice = choose(groups, topology, describe, request, workload.profile)
     if groups.rank == 0:
@@ -161,7 +161,7 @@ def choose_for(
 
 def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile | None, Path]:
     """Return the cluster's profile and its file. Rank 0 reads it for all ranks."""
-    hosts = groups.gather_objects(os.uname().nodename)
+    hosts = groups.all_gather_objects(os.uname().nodename)
     where = Path(path)
     if not path:
         # The name of the cached file depends on all that a profile depends on: hosts, ranks, device and threads.
@@ -268,7 +268,7 @@ _SCALE = 0.02  # of random values: that of new weights
 PassSeconds = tuple[float, float, float]
 
 
-def describe_measured(
+def profile_model(
     model: nn.Module,
     layouts: Sequence[UnitLayout],
     inputs: Callable[[int], Sequence[Any]],

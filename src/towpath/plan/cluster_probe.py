@@ -121,7 +121,7 @@ class _Prober:
         # All processes on one kernel have the same boot id. Containers and network namespaces share its processors.
         boot_id = Path("/proc/sys/kernel/random/boot_id")
         host = boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
-        homes = groups.gather_objects((host, socket.gethostname()))
+        homes = groups.all_gather_objects((host, socket.gethostname()))
         self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
         self._first_on_host = [home[0] for home in homes].index(homes[self._rank][0]) == self._rank
         self._points: list[Point] = []
@@ -274,7 +274,7 @@ class _Prober:
                     work()
                 taken.append((time.perf_counter() - began) / _LAUNCHES)
             torch.cuda.synchronize(self._device)
-            slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
+            slowest = tuple(map(max, zip(*self._groups.all_gather_objects(taken), strict=True)))
             self._points.append(Point(what, 1, slowest))
 
     # Measuring ------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class _Prober:
         if warm:
             work()  # makes connections and fills caches
         # Ranks do not leave a barrier at the same time. Short work is therefore repeated between two barriers.
-        once = max(self._groups.gather_objects(self._timed(work, 1)))
+        once = max(self._groups.all_gather_objects(self._timed(work, 1)))
         count = max(1, min(_MOST_AT_ONCE, round(least_seconds / once)))
         taken: list[float] = []
         self._groups.barrier()
@@ -305,7 +305,7 @@ class _Prober:
             taken.append(self._timed(work, count))
         self._groups.barrier()
         busy = (self._busy() - busy) / (repeats * count) if self._first_on_host else 0.0
-        rows = self._groups.gather_objects((taken, busy))
+        rows = self._groups.all_gather_objects((taken, busy))
         slowest = tuple(max(row[0][i] for row in rows) for i in range(repeats))
         self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
         self._spent = once + count * sum(slowest)
@@ -329,9 +329,9 @@ class _Prober:
 
     def _memory_of_a_rank(self) -> int:
         if self._device.type == "cuda":
-            return min(self._groups.gather_objects(torch.cuda.get_device_properties(self._device).total_memory))
+            return min(self._groups.all_gather_objects(torch.cuda.get_device_properties(self._device).total_memory))
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(self._groups.gather_objects(total // self._ranks_on_host))
+        return min(self._groups.all_gather_objects(total // self._ranks_on_host))
 
 
 def _nothing() -> None:

@@ -140,7 +140,7 @@ class Pipelines:
         """
         found: list[PipelinePrediction] = []
         for layout, batching in sorted(self._candidates(layouts), key=lambda each: self._bound(*each)):
-            ordinary = sorted(p.seconds for p in found if not p.launches_too_long)
+            ordinary = sorted(p.seconds for p in found if not p.is_launch_bound)
             # A layout whose computation alone takes longer than the best steps is not simulated.
             if len(ordinary) >= best and self._bound(layout, batching) >= ordinary[best - 1]:
                 break

@@ -42,7 +42,7 @@ def collective_name(op: str, mesh: GroupMesh, route: str) -> str:
     return f"{op} by {route}, {mesh}"
 
 
-def collective_of(name: str) -> tuple[str, GroupMesh, str]:
+def parse_collective_name(name: str) -> tuple[str, GroupMesh, str]:
     """Return the operation, the mesh and the route that `collective_name` received."""
     found = _COLLECTIVE.fullmatch(name)
     assert found is not None, name
@@ -169,7 +169,7 @@ class Profile:
         """
         found: dict[tuple[Op, GroupMesh, str], list[Ratio]] = defaultdict(list)
         for point in sorted(self.collectives(), key=lambda point: point.size):
-            op, mesh, route = collective_of(point.what)
+            op, mesh, route = parse_collective_name(point.what)
             ratio = point.usual / collective_seconds(point, hardware)
             found[Op(op), mesh, route].append((point.size, ratio))
         return dict(found)
@@ -248,7 +248,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Link:
 
 def collective_seconds(point: Point, hardware: Hardware) -> float:
     """Return the predicted seconds of a collective, one of `Profile.collectives`, alone."""
-    op, mesh, route = collective_of(point.what)
+    op, mesh, route = parse_collective_name(point.what)
     move = MoveShape(Op(op), 1, mesh.grid, mesh.stride)
     shape = TransferShape.of_move(move, Transport(cast(Route, route)), point.size // 4, "float32", hardware.form)
     return seconds_alone(phase_costs(shape, hardware), hardware)

@@ -209,10 +209,10 @@ class Prediction(Timeline):
     @property
     def order(self) -> tuple[bool, float, int]:
         """The key by which predictions are ranked: those that launch longer than they compute come last."""
-        return self.launches_too_long, self.seconds, self.peak_bytes
+        return self.is_launch_bound, self.seconds, self.peak_bytes
 
     @property
-    def launches_too_long(self) -> bool:
+    def is_launch_bound(self) -> bool:
         """Whether the thread that trains launches for longer than the device computes."""
         return self.launching > self.computing
 

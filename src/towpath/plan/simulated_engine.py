@@ -18,7 +18,7 @@ from itertools import islice
 
 from towpath.core.costs import MESSAGE_ENCODING, Launches, launches_of
 from towpath.core.formats import item_bytes
-from towpath.core.queues import QUEUES, Communicator, Lanes, log_bytes, shared_lanes
+from towpath.core.queues import QUEUES, Communicator, CommunicatorSharing, digest_bytes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
 from towpath.core.step_state import (
     Action,
@@ -107,12 +107,12 @@ class SimulatedEngine:
         # For each communicator, the tasks whose calls have not ended, once for each phase, in the order of submission.
         self._calls: defaultdict[Communicator, deque[QueuedTask]] = defaultdict(deque)
         self._costs: dict[Transfer, tuple[list[PhaseCost], tuple[int, ...]]] = {}
-        self._lanes = Lanes.of(plans)
+        self._lanes = CommunicatorSharing.of(plans)
         self._launcher = thread or LaunchingThread(hardware.launching)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._between_hosts = {
             TransferKind.UNUSED_PARAMS: unused_params_transfers(
-                strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))
+                strategy, parameters, digest_bytes(strategy, shared_lanes(strategy, plans))
             ),
             TransferKind.MESSAGE_SIZES: message_sizes_transfers(strategy, plans),
         }

@@ -119,7 +119,7 @@ class Groups:
         """Return whether `of` has created this rank's group of `partition` for `purpose`."""
         return (next(ranks for ranks in partition if self.rank in ranks), purpose) in self._made
 
-    def control_on_host(self) -> dist.ProcessGroup:
+    def gloo_group(self) -> dist.ProcessGroup:
         """Return the group of all ranks for tensors in host memory, which do not wait for the device."""
         return self.of((tuple(range(self.world)),), "control", backend="gloo")
 
@@ -171,12 +171,12 @@ class Groups:
         Without a backend for tensors on the host, the values are sent through the store of the rendezvous.
         """
         if self.parent is None or self.backend(torch.device("cpu")) != "none":
-            return self.gather_objects(value)
+            return self.all_gather_objects(value)
         number: int = next(self.shared("gathered through the store", count))
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         return gather_through_store(store, f"{self.name}/{number}", self.rank, self.world, value, self.timeout)
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
         if self.parent is None:
             return [value]
@@ -209,7 +209,7 @@ class Groups:
         if self.parent is None:
             return row[None]
         rows = [torch.empty_like(row) for _ in range(self.world)]
-        wait(dist.all_gather(rows, row, group=self.control_on_host(), async_op=True))
+        wait(dist.all_gather(rows, row, group=self.gloo_group(), async_op=True))
         return torch.stack(rows)
 
     def barrier(self) -> None:
@@ -224,7 +224,7 @@ class Groups:
         values = tensor.detach().contiguous()
         # It is sent as bytes, because NCCL has no type for some integers.
         octets = values.reshape(-1).view(torch.uint8)
-        dist.broadcast(octets, group=self.parent if carried else self.control_on_host(), group_src=rank)
+        dist.broadcast(octets, group=self.parent if carried else self.gloo_group(), group_src=rank)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
 
@@ -353,7 +353,7 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
     """
     groups = groups or Groups()
-    told = groups.gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
+    told = groups.all_gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
     homes: list[str] = [home for home, _ in told]
     sizes = Counter(homes)
     if len(set(sizes.values())) > 1:

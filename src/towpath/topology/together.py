@@ -29,7 +29,7 @@ class Ranks(Protocol):
     @property
     def members(self) -> list[int]: ...
 
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    def all_gather_objects(self, value: Any) -> list[Any]: ...
 
 
 @contextmanager
@@ -51,16 +51,16 @@ def together(
     try:
         yield lines
     except Exception as error:  # of any kind, because the other ranks wait for an answer
-        ranks.gather_objects(("", described(error)))
+        ranks.all_gather_objects(("", described(error)))
         raise
     # Lines are many, one for each parameter, and almost always the same.
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers: list[tuple[str, str]] = ranks.gather_objects((digest, ""))
+    answers: list[tuple[str, str]] = ranks.all_gather_objects((digest, ""))
     failed = {rank: text for rank, (_, text) in zip(ranks.members, answers, strict=True) if text}
     if failed:
         raise raises(_message(call, failed))
     if len({theirs for theirs, _ in answers}) > 1:
-        check_same(dict(zip(ranks.members, ranks.gather_objects(lines), strict=True)), advice, raises)
+        check_same(dict(zip(ranks.members, ranks.all_gather_objects(lines), strict=True)), advice, raises)
 
 
 @final

@@ -186,7 +186,7 @@ class StepAgreement:
 
     def _send(self, row: Sequence[float]) -> None:
         sums = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_reduce(sums, group=self.job.groups.control_on_host(), async_op=True)
+        work = dist.all_reduce(sums, group=self.job.groups.gloo_group(), async_op=True)
         self._under_way = work, sums
 
     def _receive(self) -> None:

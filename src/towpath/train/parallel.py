@@ -150,7 +150,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.plan.choice import choose, describe_measured
+    from towpath.plan.choice import choose, profile_model
 
     weights, gradients = codecs_for_both(options.allow)
     share = max(1, train.batch // topology.world)
@@ -173,7 +173,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
 
     def describe(device: torch.device) -> Model:
         sizes = sorted({min(size, share) for size in _MEASURED_SEQUENCES})
-        return describe_measured(model, layouts, inputs, sizes, train.length, device, precision)
+        return profile_model(model, layouts, inputs, sizes, train.length, device, precision)
 
     def staged(whole: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
         from towpath.pipeline.schedules import walks

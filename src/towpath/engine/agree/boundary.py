@@ -61,7 +61,7 @@ class BoundaryCheck:
 
         self._comm.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
         combined = compared.tolist()
-        log.check(bytes(combined[len(mine) :]), self._comm.groups.gather_objects)
+        log.check(bytes(combined[len(mine) :]), self._comm.groups.all_gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
 
     def _take_checksums(self) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from towpath.core.queues import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, SharedLane, log_bytes, scopes
+from towpath.core.queues import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, SharedLane, digest_bytes, scopes
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import StepError
 
@@ -154,7 +154,7 @@ class CollectiveLog:
             else [self.model]
             for each in self.scopes
         ]
-        self.bytes = log_bytes(self._strategy, lanes)
+        self.bytes = digest_bytes(self._strategy, lanes)
         self._scopes_of: dict[TransferKind | LoggedCall, list[int]] = {}
         for scope in self.scopes:
             for kind in scope.kinds:

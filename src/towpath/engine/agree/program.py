@@ -128,7 +128,7 @@ class Program:
             )
         finally:
             self._watchdog.status.failed("")
-        self._log.check(bytes(map(max, zip(*words, strict=True))), self._groups.gather_objects)
+        self._log.check(bytes(map(max, zip(*words, strict=True))), self._groups.all_gather_objects)
 
 
 @final

@@ -285,14 +285,14 @@ class NextRank:
             # Something else may be listening at an address, or connect to it. The token shows who is meant.
             token = uuid.uuid4().bytes
             here = _own_address(host), listener.getsockname()[1]
-            peers: list[tuple[tuple[str, int], bytes]] = groups.gather_objects((here, token))
+            peers: list[tuple[tuple[str, int], bytes]] = groups.all_gather_objects((here, token))
             reason: object = "another process answered at its address"
             try:
                 self._connection = _introduced(*peers[self.rank])
             except OSError as error:
                 reason = error
             self._from_previous = _accepted(listener, token)
-        have_accepted: list[bool] = groups.gather_objects(self._from_previous is not None)
+        have_accepted: list[bool] = groups.all_gather_objects(self._from_previous is not None)
         if self._connection is not None and have_accepted[self.rank]:
             return
         if self._connection is not None:

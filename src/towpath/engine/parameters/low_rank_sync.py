@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 
-from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
+from towpath.codecs.low_rank import first_factor, matmul_thin, orthonormal, with_unit_columns
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Workspace
 from towpath.core.formats import wide
@@ -68,14 +68,14 @@ class LowRankSync:
         for mine, error in zip(x, errors, strict=False):
             mine.add_(error)
         for mine, left, right in zip(x, p, q, strict=True):
-            left.copy_(columns_of(mine.to(self._dtype), right))
+            left.copy_(matmul_thin(mine.to(self._dtype), right))
         torch.cat([region[start:end] for start, end in self.factored.plain] or [region[:0]], out=rest)
         self._transfers[0].run(first, first, workspace)
 
         # All ranks have received the same sums, so they find the same basis without another message.
         bases = [orthonormal(left.to(self._dtype)) for left in p]
         for mine, basis, right in zip(x, bases, sent, strict=True):
-            right.copy_(columns_of(mine.to(self._dtype).T, basis))
+            right.copy_(matmul_thin(mine.to(self._dtype).T, basis))
             if errors:
                 # What remains in the matrix is the error of this rank's part of the sum.
                 _add_product(mine, basis, right.to(self._dtype), -1)

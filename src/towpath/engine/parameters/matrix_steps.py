@@ -96,7 +96,7 @@ class MatrixSteps:
         versions = [version for name in names if (version := self.parameters[name].version) is not None]
         for version in versions:
             # A parameter sync with offload may still read the weights that this step overwrites.
-            version.before_write()
+            version.wait_for_read()
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
         for action in step_actions(self.plan, rounds, gradients):
@@ -124,7 +124,7 @@ class MatrixSteps:
         """Yield each parameter's name and its owner's optimizer state, where `wanted`. Every rank must call it."""
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
-        told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
+        told: list[dict[str, dict[str, Any]]] = groups.all_gather_objects(
             {
                 name: {key: _outline(f"{name}.{key}", value) for key, value in state.items()}
                 for name, state in mine.items()

@@ -30,12 +30,9 @@ from towpath.errors import StepError
 from towpath.fsdp.fields import has_own_cast, shards_of
 from towpath.fsdp.peers import Peers, factor_of
 
-# An integer of each size in bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 @dataclass(slots=True)
-class _Weights:
+class _ColumnWeights:
     """The weights of one unit that its column holds, and the transfers that keep them up to date."""
 
     peers: Peers
@@ -46,14 +43,14 @@ class _Weights:
     versions: tuple[int, ...] = ()  # the version counters of the shard that it sent
 
     @staticmethod
-    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Weights:
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _ColumnWeights:
         """Return weights that were not sent yet, with the memory for shards like `shard`."""
         whole = len(shard) * peers.ranks
         [sync] = peers.bind(TransferKind.PARAM_SYNC, unit, whole, shard.dtype)
         rows = peers.bind(TransferKind.GATHER, unit, whole, shard.dtype)
         on_host = peers.holds_on_host(peers.nodes * shard.nbytes)
         where: dict[str, Any] = {"device": "cpu", "pin_memory": shard.is_cuda} if on_host else {"device": shard.device}
-        return _Weights(peers, torch.empty(peers.nodes * len(shard), dtype=shard.dtype, **where), sync, rows)
+        return _ColumnWeights(peers, torch.empty(peers.nodes * len(shard), dtype=shard.dtype, **where), sync, rows)
 
     def mine(self, region: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of what the column holds: the shard that was sent last."""
@@ -85,7 +82,7 @@ class _Weights:
 
 
 @dataclass(slots=True)
-class _Gradients:
+class _UnitGradients:
     """The transfers of one unit's gradients in one dtype."""
 
     rows: list[RankTransfer]
@@ -93,12 +90,12 @@ class _Gradients:
     numel: int  # of a rank's slice, in multiples of the codec's blocks
 
     @staticmethod
-    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Gradients:
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _UnitGradients:
         codec = peers.strategy.grad_sync.encoding
         padded = round_up(len(shard), 1 if codec is None else codec.grain)
         rows = peers.bind(TransferKind.REDUCE, unit, len(shard) * peers.ranks, shard.dtype)
         [sync] = peers.bind(TransferKind.GRAD_SYNC, unit, padded * peers.ranks, shard.dtype)
-        return _Gradients(rows, sync, padded)
+        return _UnitGradients(rows, sync, padded)
 
 
 @final
@@ -110,10 +107,10 @@ class WiredUnit:
 
     def __init__(self, name: str, module: Any, peers: Peers) -> None:
         self.name, self.module, self._peers = name, module, peers
-        self._weights: _Weights | None = None
+        self._weights: _ColumnWeights | None = None
         # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
         # branch that this forward pass took.
-        self._gradients: dict[tuple[torch.dtype, int], _Gradients] = {}
+        self._gradients: dict[tuple[torch.dtype, int], _UnitGradients] = {}
         # On a GPU: whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
@@ -123,7 +120,7 @@ class WiredUnit:
         """Gather the weights of all ranks into `output`, of which `mine` is this rank's slice. Return its end."""
         weights = self._weights
         if weights is None or weights.held.dtype != mine.dtype or len(weights.held) != self._peers.nodes * len(mine):
-            weights = self._weights = _Weights.of(self._peers, self.name, mine)
+            weights = self._weights = _ColumnWeights.of(self._peers, self.name, mine)
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
         if weights.sent is None or weights.versions != self._versions() or self._differs(weights, mine):
@@ -132,17 +129,16 @@ class WiredUnit:
             if weights.sync.transfer.agrees_on_sizes:
                 # No optimizer has stepped, so the ranks have not agreed on sizes. Each sends what values could need.
                 collective.restart()
-                self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
+                self._peers.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
             return Arrival(self._share(weights, output), self.name)
         return Arrival(self._share(weights, output))
 
-    def _differs(self, weights: _Weights, mine: torch.Tensor) -> bool:
+    def _differs(self, weights: _ColumnWeights, mine: torch.Tensor) -> bool:
         """Return whether the shard has other values than those that were sent last."""
-        # As bits: a NaN is equal to itself, and 0.0 is not equal to -0.0.
-        bits = _BITS[mine.dtype.itemsize]
-        sent, mine = weights.mine(weights.held).view(bits), mine.view(bits)
+        # As bits: not-a-number differs from itself, and one rank alone may have it.
+        sent, mine = (each.view(torch.uint8) for each in (weights.mine(weights.held), mine))
         if not mine.is_cuda:
             return not torch.equal(sent, mine)
         # A host that waited here for the device would slow down every gather. It reads the outcome after the next step.
@@ -160,7 +156,7 @@ class WiredUnit:
         return True
 
     @property
-    def encoding(self) -> _Weights | None:
+    def encoding(self) -> _ColumnWeights | None:
         """The weights, if ranks must agree on the sizes of their messages."""
         weights = self._weights
         return weights if weights is not None and weights.sync.transfer.agrees_on_sizes else None
@@ -170,9 +166,9 @@ class WiredUnit:
         weights = self._weights
         assert weights is not None
         weights.versions = self._versions()
-        weights.sent = self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, [weights.sync], [weights.run])
+        weights.sent = self._peers.submit(TransferKind.PARAM_SYNC, [weights.sync], [weights.run])
 
-    def _share(self, weights: _Weights, output: torch.Tensor) -> Handle:
+    def _share(self, weights: _ColumnWeights, output: torch.Tensor) -> Handle:
         """Write the weights that the columns of this node hold to `output`."""
         nodes, width = self._peers.nodes, self._peers.width
         bundles = torch.empty_like(output) if weights.rows else None
@@ -186,7 +182,7 @@ class WiredUnit:
             output.view(nodes, width, -1).copy_(columns.view(width, nodes, -1).transpose(0, 1))
 
         assert weights.sent is not None
-        return self._peers.comm.queues.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
+        return self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(each._version for each in shards_of(self.module))
@@ -197,7 +193,7 @@ class WiredUnit:
         weights = self._weights
         if weights is None:
             return 0, 0
-        held, sent = weights.held.nbytes, weights.sync.collective.sent_bytes
+        held, sent = weights.held.nbytes, weights.sync.collective.kept_bytes
         return (sent, held) if weights.held.device != self._peers.comm.device else (held + sent, 0)
 
     def problems(self) -> list[tuple[str, str]]:
@@ -211,12 +207,12 @@ class WiredUnit:
 
     def reduce(self, output: torch.Tensor, whole: torch.Tensor, op: Any) -> None:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
-        peers, queues = self._peers, self._peers.comm.queues
+        peers = self._peers
         nodes, width = peers.nodes, peers.width
         form = whole.dtype, len(output)
         gradients = self._gradients.get(form)
         if gradients is None:
-            gradients = self._gradients[form] = _Gradients.of(peers, self.name, output)
+            gradients = self._gradients[form] = _UnitGradients.of(peers, self.name, output)
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
@@ -224,14 +220,14 @@ class WiredUnit:
             columns.view(width, nodes, -1).copy_(whole.view(nodes, width, -1).transpose(0, 1))
             summed = columns.view(width, -1)[peers.comm.rank % width]
             works = [partial(row.run, columns, summed) for row in gradients.rows]
-            queues.submit(TransferKind.REDUCE, gradients.rows, works).wait()
+            peers.submit(TransferKind.REDUCE, gradients.rows, works).wait()
         shard = output
         if gradients.numel != len(output):  # no block of the codec spans two slices
             unpadded, summed = summed, summed.new_zeros(nodes * gradients.numel)
             summed.view(nodes, -1)[:, : len(output)].copy_(unpadded.view(nodes, -1))
             shard = output.new_empty(gradients.numel)
         work = partial(gradients.sync.run, summed, shard)
-        queues.submit(TransferKind.GRAD_SYNC, [gradients.sync], [work]).wait()
+        peers.submit(TransferKind.GRAD_SYNC, [gradients.sync], [work]).wait()
         if shard is not output:
             output.copy_(shard[: len(output)])
         factor = factor_of(op, peers.ranks)
