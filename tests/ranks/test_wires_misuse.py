@@ -154,7 +154,7 @@ def write_on_one_rank() -> None:
     if dist.get_rank() == 0:
         with torch.no_grad():
             next(model[2].parameters()).mul_(0.5)
-    with pytest.raises(StepError, match="param_sync of unit.*Weights are sent after they have changed"):
+    with pytest.raises(StepError, match=r"param_sync of unit.*Weights are sent after they have changed"):
         train(model, optimizer)
     dist.barrier()  # no rank ends before the other has raised
 
