@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -153,7 +154,7 @@ def write_on_one_rank() -> None:
     if dist.get_rank() == 0:
         with torch.no_grad():
             next(model[2].parameters()).mul_(0.5)
-    with pytest.raises(StepError, match="sent weights at different places"):
+    with pytest.raises(StepError, match=r"param_sync of unit.*Weights are sent after they have changed"):
         train(model, optimizer)
     dist.barrier()  # no rank ends before the other has raised
 
@@ -189,3 +190,47 @@ def test_copies_of_a_ddp_with_wires_are_refused() -> None:
             copied(model)
     copy.deepcopy(model.module)
     pickle.dumps(model.state_dict())
+
+
+@on_ranks(2)
+def test_a_nan_in_the_weights_of_one_rank_changes_no_transfer() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        for p in model[2].parameters():
+            p.grad = torch.full_like(p, math.nan if dist.get_rank() == 1 else 0.0)
+        optimizer.step()
+        outputs = [model(torch.ones(2, 4, dtype=torch.float64)) for _ in range(2)]
+        return [output.isnan().double() for output in outputs]
+
+    check_like_stock(run, Topology(2, 1))
+
+
+@on_ranks(2)
+def test_a_negative_zero_is_sent() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        signs: list[torch.Tensor] = []
+        for value in (0.0, -0.0):
+            for p in model[2].parameters():
+                p.data.to_local().fill_(value)  # pyright: ignore
+            model[2].unshard()  # pyright: ignore
+            signs += [torch.signbit(p).double() for p in model[2].parameters()]
+            model[2].reshard()  # pyright: ignore
+        return signs
+
+    check_like_stock(run, Topology(2, 1))
+
+
+@on_ranks(4)
+def test_ranks_compare_over_several_groups_in_one_order() -> None:
+    kept = [bytearray(1000 * dist.get_rank() + 50 * i) for i in range(300)][:: 1 + dist.get_rank()]  # other addresses
+    models: list[nn.Module] = []
+    for _ in range(6):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        models.append(sharded_over(mesh))
+        towpath.wires(models[-1], topology=Topology(4, 1))
+        kept = kept[:: 1 + dist.get_rank() % 2]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for model in models:
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
