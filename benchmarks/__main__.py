@@ -28,6 +28,7 @@ SUITES = {
     "kernels": ("kernels", "the codecs' kernels against a copy of memory and the reference implementation"),
     "exact": ("exact", "steps with exact transport against the best peers, and against those without it"),
     "exact_bytes": ("exact_bytes", "what exact transport sends when a GPT trains on text"),
+    "wires": ("wires", "bytes and steps of FSDP2, HSDP and DDP with towpath.wires, against the same without"),
     "exact_kernels": ("exact_kernels", "the exact codecs against a copy of memory and zstd"),
     "memory": ("memory", "peak memory of starting a model of a billion parameters, and of a memory limit"),
     "loading": ("loading", "peak memory of ranks that load a Hugging Face model, against FSDP2"),

@@ -10,6 +10,8 @@
       tuned           gradients are views of buckets of 8 MiB; a static graph; reductions at the boundary only
       bf16            gradients are sent in bf16 (DDP's own hook)
       powersgd=4      its PowerSGD hook of rank 4, from the third step on, with error feedback and a warm start
+    fsdp2 · hsdp · torch-ddp
+      wires           `towpath.wires`: our transfers under the same program; wires=int8 encodes gradients between nodes
     deepspeed         DeepSpeed's ZeRO, stage=1, 2 or 3; hpz, quantized, tuned (`deepspeed_peer`)
     auto              our planner's choice; allow=int8,int4:64 also allows these codecs between nodes
     bare · compute    the module alone with its optimizer; only its forward and backward pass in the workload's dtype
@@ -68,10 +70,12 @@ from towpath.topology.cluster import Topology
 BUCKET_MEBIBYTES = 8
 AUTO, DEEPSPEED = "auto", "deepspeed"
 POWERSGD_FROM_STEP = 2  # the first that PowerSGD accepts with error feedback and a warm start
+# Options that replace the same transfers as the wires.
+_WITHOUT_WIRES = ("ring", "bf16", "powersgd")
 OPTIONS = {
-    "fsdp2": ("tuned", "reshard", "sync", "silent", "ring"),
-    "hsdp": ("tuned", "reshard", "sync", "ring"),
-    "torch-ddp": ("tuned", "bf16", "powersgd"),
+    "fsdp2": ("tuned", "reshard", "sync", "silent", "ring", "wires"),
+    "hsdp": ("tuned", "reshard", "sync", "ring", "wires"),
+    "torch-ddp": ("tuned", "bf16", "powersgd", "wires"),
     DEEPSPEED: deepspeed_peer.OPTIONS,
     "bare": ("barrier",),
     "compute": (),
@@ -101,12 +105,21 @@ class CandidateSpec:
             raise ValueError(f"candidate {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
         if name == DEEPSPEED:
             deepspeed_peer.check_options(options)
+        if "wires" in options and (others := options.keys() & set(_WITHOUT_WIRES)):
+            raise ValueError(
+                f"candidate {text!r}: wires replaces the same transfers as {', '.join(others)}. Leave one of them out."
+            )
         return CandidateSpec(text, name, options)
 
     @property
     def foreign(self) -> bool:
         """Whether the candidate is not one of our strategies."""
         return self.name in OPTIONS
+
+    @property
+    def ours(self) -> bool:
+        """Whether the transfers are ours: those of our strategies, or wires under a peer."""
+        return not self.foreign or self.has("wires")
 
     def has(self, option: str) -> bool:
         """Return whether the name has an option."""
@@ -185,6 +198,7 @@ def _fsdp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         prefetch_next_block(made)
     if spec.has("ring"):
         use_ring(made, workload.topology)
+    _wire(spec, made, workload)
 
     def at_the_boundary(model: Any, last: bool) -> AbstractContextManager[Any]:
         model.set_requires_gradient_sync(last)
@@ -193,6 +207,11 @@ def _fsdp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         return nullcontext()
 
     return made, at_the_boundary if spec.has("sync") else context
+
+
+def _wire(spec: CandidateSpec, model: nn.Module, workload: Workload) -> None:
+    if spec.has("wires"):
+        towpath.wires(model, gradients=spec.options["wires"] or None, topology=workload.topology)
 
 
 def _ddp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
@@ -212,6 +231,7 @@ def _ddp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         rank = int(spec.options["powersgd"])
         state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWERSGD_FROM_STEP)
         made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    _wire(spec, made, workload)
     recorded, autocast = False, autocast_of(workload)
 
     def context(model: Any, last: bool) -> AbstractContextManager[Any]:
@@ -315,7 +335,7 @@ class TrainStep:
                 self._optimizing.append,
                 workload.learning_rate,
             )
-        self._ours = not spec.foreign
+        self._ours = spec.ours
         self._processor_seconds: list[float] = []  # by sample
         self._exposed_seconds: list[float] = []
         self.forget()
@@ -356,13 +376,15 @@ class TrainStep:
         if self._forgotten is None:
             return found
         stats = towpath.stats(self._model)
-        return found | {
+        found |= {
             "host_share": self._host_seconds / self._seconds,
-            "exposed_seconds": median(self._exposed_seconds),
             "bits_between_nodes": bits_between_nodes(stats.since(self._forgotten)),
             "stats": str(stats),
-            "strategy": str(self._model.towpath_engine.strategy),
         }
+        engine = getattr(self._model, "towpath_engine", None)
+        if engine is None:  # under wires, FSDP2 or DDP waits for transfers
+            return found
+        return found | {"exposed_seconds": median(self._exposed_seconds), "strategy": str(engine.strategy)}
 
 
 def bits_between_nodes(stats: towpath.Stats) -> dict[str, float]:

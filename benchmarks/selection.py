@@ -25,6 +25,8 @@ _MORE_OF_OURS = (
     *(AUTO, f"{AUTO} allow=int8,int4:64"),
     *(LOW_RANK, "ddp gradients=int4:64", "mics gradients=int4:64", "paro-nig gradients=int4:64"),
 )
+# Wires under PyTorch's own.
+_WIRED = ("fsdp2 wires", "fsdp2 tuned wires", "hsdp wires", "hsdp tuned reshard=no wires", "torch-ddp tuned wires")
 _PEERS = (
     *("torch-ddp", "torch-ddp tuned", "torch-ddp bf16", "torch-ddp tuned bf16"),
     *(f"torch-ddp powersgd={RANK}", POWERSGD),
@@ -47,7 +49,10 @@ OURS, PEERS = "ours", "peers"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate by name. A `helped` peer uses a part of ours, so that a flaw of the backend does not count."""
+    """A candidate by name. A peer with wires is `ours`.
+
+    A `helped` peer uses a part of ours, so that a flaw of the backend does not count.
+    """
 
     name: str
     ours: bool
@@ -58,19 +63,19 @@ class Candidate:
     def of(name: str, topology: Topology, dtype: str) -> Candidate:
         """Return the candidate with a name."""
         spec = CandidateSpec.parse(name)
-        return Candidate(name, not spec.foreign, lossless(name, topology, dtype), spec.foreign and spec.has("ring"))
+        return Candidate(name, spec.ours, lossless(name, topology, dtype), spec.foreign and spec.has("ring"))
 
 
 def every_name(micro_steps: int) -> tuple[str, ...]:
     """Return the names of all candidates, ours first, and DeepSpeed's if it is installed."""
     deepspeed = _DEEPSPEED if deepspeed_peer.installed() else ()
     peers = (*_PEERS, *(_PEERS_OF_SEVERAL if micro_steps > 1 else ()), *deepspeed)
-    return (*towpath.strategies(), *_MORE_OF_OURS, *peers)
+    return (*towpath.strategies(), *_MORE_OF_OURS, *_WIRED, *peers)
 
 
 def expanded(names: Sequence[str], micro_steps: int) -> tuple[str, ...]:
     """Return the names with the groups `ours` and `peers` replaced by their members."""
-    groups = {OURS: [n for n in every_name(micro_steps) if not CandidateSpec.parse(n).foreign]}
+    groups = {OURS: [n for n in every_name(micro_steps) if CandidateSpec.parse(n).ours]}
     groups[PEERS] = [n for n in every_name(micro_steps) if n not in groups[OURS]]
     return tuple(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
@@ -82,7 +87,8 @@ def lossless(name: str, topology: Topology, dtype: str) -> bool:
         return not spec.has("allow")
     if spec.foreign:
         narrow_hook = spec.has("bf16") and item_bytes(dtype) > item_bytes("bfloat16")
-        return not (narrow_hook or spec.has("powersgd") or spec.has("quantized"))
+        encoded = bool(spec.options.get("wires"))
+        return not (narrow_hook or encoded or spec.has("powersgd") or spec.has("quantized"))
     return is_lossless(spec.strategy(topology), dtype)
 
 

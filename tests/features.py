@@ -69,7 +69,12 @@ FEATURES = (
         ranks="device_waits divergence programs start",
         unit="activity collective_log init rendezvous streams together",
     ),
-    _feature("wires under FSDP2 and DDP", lab="wire_bytes", ranks="wires wires_misuse", unit="wire_launches"),
+    _feature(
+        "wires under FSDP2 and DDP",
+        lab="wire_bytes",
+        ranks="wires wires_frameworks wires_misuse",
+        unit="wire_launches",
+    ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
     _feature(
         "planner and auto",
@@ -77,7 +82,7 @@ FEATURES = (
         ranks="auto pipeline_planned",
         unit="""
             exact_plans launching live_model measure measured_collectives outer_plans plan_command planner
-            planner_pipelines sim sim_outer sim_pipeline
+            planner_pipelines pytorch_steps sim sim_outer sim_pipeline
         """,
     ),
     _feature("statistics and traces", ranks="profiler trace", unit="record"),

@@ -256,9 +256,10 @@ def lower_bound(strategy: Strategy, workload: Workload, computing: float, inter:
 def lower_bounds(
     compared: Sequence[Candidate], workload: Workload, computing: float, inter: Rate | None
 ) -> dict[str, float]:
-    """Return the lower bound of each candidate of ours, except `auto`."""
+    """Return the lower bound of each strategy of ours, except `auto`."""
     specs = {each.name: CandidateSpec.parse(each.name) for each in compared if each.ours}
-    strategies = {name: spec.strategy(workload.topology) for name, spec in specs.items() if spec.name != AUTO}
+    known = {name: spec for name, spec in specs.items() if not spec.foreign and spec.name != AUTO}
+    strategies = {name: spec.strategy(workload.topology) for name, spec in known.items()}
     return {name: round(lower_bound(s, workload, computing, inter), 5) for name, s in strategies.items()}
 
 
@@ -377,7 +378,7 @@ def bytes_checks(sent: Mapping[str, int], compared: Sequence[Candidate], workloa
     """Yield, for each candidate of ours, the bytes by the kernel's counters over those of the schedule."""
     for each in compared if workload.topology.nodes > 1 else ():
         spec = CandidateSpec.parse(each.name)
-        if each.ours and spec.name != AUTO:
+        if not spec.foreign and spec.name != AUTO:
             strategy = spec.strategy(workload.topology)
             schedule = towpath.schedule(strategy, workload.model(), workload.micro_steps, workload.precision)
             ratio = sent[each.name] / schedule.inter_bytes

@@ -135,6 +135,12 @@ def _for_torchtitan(folder: Path) -> dict[str, Any]:
     return {**_plain(folder), "model": model, "dp_mesh": mesh}
 
 
+def _for_wires(folder: Path) -> dict[str, Any]:
+    """Each rank is a node, so that there is something to send."""
+    os.environ["GROUP_RANK"] = os.environ["RANK"]
+    return _plain(folder)
+
+
 def _for_planner(folder: Path) -> dict[str, Any]:
     return {**_plain(folder), "ids": torch.ones(2, WIDTH)}
 
@@ -211,6 +217,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/guides/checkpoints.md": _for_checkpoints,
     "docs/guides/state-dicts.md": _for_checkpoints,
     "docs/guides/lora.md": _for_lora,
+    "docs/guides/wires.md": _for_wires,
     "docs/guides/after-shard.md": _for_model,
     "docs/guides/rules-for-ranks.md": _for_sharded,
     "docs/guides/auto.md": _for_planner,

@@ -18,8 +18,9 @@ import towpath
 from benchmarks import islands, recording, report, selection
 from benchmarks.harness import comparison, figures, results
 from benchmarks.harness.candidates import CaseError
+from benchmarks.peers import CandidateSpec
 from benchmarks.selection import LOW_RANK, POWERSGD, Candidate
-from benchmarks.suites import outer, strategies
+from benchmarks.suites import outer, strategies, wires
 from benchmarks.workload import Workload
 from lab import LinkBytes
 from towpath.comparison import CONFIDENCE, interleave, interval_of_median
@@ -165,6 +166,22 @@ def test_lossless_meets_lossless_and_deepspeed_is_met_anyway() -> None:
     assert check.found == 2.0 and check.met  # how many times as fast ours is
 
 
+def test_wires_under_peers_are_ours_and_lossless_unless_they_encode() -> None:
+    wired = candidates("fsdp2 wires", "hsdp tuned reshard=no wires", "torch-ddp tuned wires", "fsdp2 wires=int8")
+    assert all(each.ours and not each.helped for each in wired)
+    assert [each.lossless for each in wired] == [True, True, True, False]
+    names = selection.every_name(1)
+    assert {"fsdp2 wires", "hsdp wires", "torch-ddp tuned wires"} <= {*selection.expanded(["ours"], 1)} <= {*names}
+    assert not any("wires" in name for name in selection.expanded(["peers"], 1))
+    for name in ("fsdp2 wires ring", "torch-ddp wires bf16", "torch-ddp powersgd=4 wires"):
+        with pytest.raises(ValueError, match="replaces the same transfers"):
+            CandidateSpec.parse(name)
+    # They have no strategy to replay, and so no lower bound.
+    workload = Workload(SQUARE, 1, "bfloat16").quick()
+    assert [*strategies.lower_bounds(candidates("fsdp2 wires", "mics"), workload, 1.0, None)] == ["mics"]
+    assert [*strategies.bytes_checks({"fsdp2 wires": 1}, candidates("fsdp2 wires"), workload)] == []
+
+
 # --- figures of suites -----------------------------------------------------------------------------------------------
 
 
@@ -174,6 +191,25 @@ def test_scaling_compares_sent_bytes_with_the_schedule() -> None:
     for factor in (1, 2):
         [check] = strategies.bytes_checks({"mics": factor * sent}, candidates("mics", "hsdp tuned", "auto"), workload)
         assert check.found == factor and check.met == (factor == 1)
+
+
+def test_wires_are_compared_with_stock_fsdp2_and_with_the_fastest_tuned_peer() -> None:
+    hsdp, fsdp2, ddp = wires.TUNED
+    seconds = {"fsdp2 wires": [2.0], "fsdp2 tuned wires": [1.0], "fsdp2": [4.0], hsdp: [1.4], fsdp2: [3.0], ddp: [1.2]}
+    stock, tuned = wires.time_checks(seconds)
+    assert stock.found == 2.0 and not stock.met and tuned.found == pytest.approx(1.2) and not tuned.met
+    assert ddp in tuned.what and "fsdp2 tuned wires" in tuned.what
+    assert all(check.met for check in wires.time_checks(seconds | {"fsdp2": [5.0], ddp: [1.25]}))
+    # A candidate that failed is left out.
+    assert [*wires.time_checks({ddp: [1.0]})] == []
+
+    facts = {"parameters": 100, "held_bytes": 150}
+    losses = {"fsdp2": [9.0] + [2.0] * wires.LAST, "fsdp2 wires": [1.0] + [2.0] * wires.LAST}
+    sent = {"fsdp2": [900, 1100], "fsdp2 wires": [190, 200]}
+    share, stock, wired, held, apart = wires.bytes_checks(sent, facts, losses, 0.2)
+    assert share.found == 0.195 and share.met and apart.found == 0 and apart.met
+    assert (stock.found, wired.found, held.found) == (5.0, 0.975, 1.5)
+    assert not next(wires.bytes_checks(sent | {"fsdp2 wires": [200, 250]}, facts, losses, 0.2)).met
 
 
 # --- outer steps and recorded gradients ------------------------------------------------------------------------------

@@ -64,6 +64,16 @@ def test_for_machines_all_of_it_is_json(found: dict[str, Any]) -> None:
     assert Strategy.from_toml(first["toml"]).name == first["strategy"]
 
 
+def test_below_the_ranking_is_what_pytorch_would_take(found: dict[str, Any], written: tuple[str, Path]) -> None:
+    steps = {each["strategy"]: each for each in found["pytorch"]}
+    assert [*steps] == ["FSDP2", "FSDP2 with wires", "HSDP", "DDP", "DDP with wires"]
+    assert steps["FSDP2 with wires"]["expected_inter_bytes"] < steps["FSDP2"]["expected_inter_bytes"]
+    rows = {line.split("  ")[0]: line for line in written[0].splitlines()}
+    for name, step in steps.items():
+        fits = step["margin_bytes"] >= 0
+        assert (name in rows) == fits and (f"{name}, does not fit" in rows) != fits
+
+
 def told_wide(*arguments: str) -> str:
     found = run(*arguments)
     assert found.exit_code == 0, found.output

@@ -26,6 +26,7 @@ from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
 from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.pytorch import NOTE, predict_wrappers
 from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
 from towpath.progress import show_progress
@@ -147,8 +148,9 @@ def plan(
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
 
     It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
-    checkpointing, exact transports, and what you allow. With `--strategy`, it shows what a step of that strategy takes,
-    next to the best one. It needs neither PyTorch, nor a GPU, nor the cluster.
+    checkpointing, exact transports, and what you allow. Below them are FSDP2, HSDP and DDP, as they are and with
+    `towpath.wires`. With `--strategy`, it shows what a step of that strategy takes, next to the best one. It needs
+    neither PyTorch, nor a GPU, nor the cluster.
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
@@ -214,10 +216,13 @@ def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files:
             write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
     files.write(found.ranked[0], solver, stages)
+    took_seconds = time.monotonic() - began
+    with show_progress("Simulating FSDP2 and DDP"):
+        wrappers = predict_wrappers(solver)
     if files.as_json:
-        print(json.dumps(facts_of(found, solver), indent=2))
+        print(json.dumps(facts_of(found, wrappers, solver), indent=2))
     else:
-        print_ranking(found, solver, time.monotonic() - began)
+        print_ranking(found, wrappers, solver, took_seconds)
         files.print_names(found.ranked[0])
 
 
@@ -352,7 +357,7 @@ def heading(solver: Solver) -> str:
     )
 
 
-def facts_of(found: Ranking, solver: Solver) -> dict[str, Any]:
+def facts_of(found: Ranking, wrappers: Sequence[Prediction], solver: Solver) -> dict[str, Any]:
     """Return what `--json` prints."""
     return {
         "model": solver.model.name,
@@ -362,11 +367,12 @@ def facts_of(found: Ranking, solver: Solver) -> dict[str, Any]:
         "ranks_per_node": solver.cluster.topology.ranks_per_node,
         **{name: getattr(found, name) for name in ("considered", "fitting", "replayed", "proven")},
         "plans": [tables.as_json(priced, solver) for priced in found.ranked],
+        "pytorch": [tables.wrapper_as_json(step, solver) for step in wrappers],
     }
 
 
-def print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
-    """Print the best strategies as a table, and what they need to be read with."""
+def print_ranking(found: Ranking, wrappers: Sequence[Prediction], solver: Solver, took_seconds: float) -> None:
+    """Print the best strategies as a table, what they need to be read with, and PyTorch's own steps."""
     console = Console(width=100, highlight=False)
     console.print(heading(solver))
     table = table_of(*tables.HEADINGS, numbers=3)
@@ -383,6 +389,13 @@ def print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
     )
     for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
         console.print(line)
+    if wrappers:
+        table = table_of(*tables.WRAPPER_HEADINGS, numbers=2)
+        for step in wrappers:
+            table.add_row(*tables.wrapper_row(step, solver))
+        console.print()
+        console.print(table)
+        console.print(NOTE)
 
 
 def print_steps(shown: Sequence[tuple[int | None, Prediction]], solver: Solver, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, final
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from towpath.fsdp.wired_unit import WiredUnit
 
 _active: WeakSet[WiredRanks] = WeakSet()
 _watches = False
+_made = count()
 
 
 @final
@@ -39,6 +41,8 @@ class WiredRanks:
         self, peers: Peers, parameters: Callable[[], Iterable[torch.Tensor]], units: Sequence[WiredUnit] = ()
     ) -> None:
         self.peers, self.units, self._parameters = peers, units, parameters
+        # Ranks compare over their groups in the order in which they made them, which is the same on all ranks.
+        self.number = next(_made)
         self._sizes = peers.comm.bind(
             over_all_ranks(peers.strategy, TransferKind.MESSAGE_SIZES, 2 * len(units), "int64")
         )
@@ -110,5 +114,5 @@ def _watch_optimizers() -> None:
 def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer, *_: Any) -> None:
     # A parameter without a gradient is not stepped. All ranks agree on which have one, as they reduce them together.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    for each in sorted(_active, key=lambda wired: wired.peers.comm.log.model):
+    for each in sorted(_active, key=lambda wired: wired.number):
         call(each, stepped)

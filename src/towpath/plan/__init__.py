@@ -16,6 +16,7 @@ profile.py           a cluster as `towpath probe` has measured it
 catalog.py           models and clusters by name, or from a file
 solver.py            the candidates, what a step of each takes, and the best of them
 pipelines.py         the same for models that are split into stages
+pytorch.py           FSDP2, HSDP and DDP, as they are and with wires, to compare with
 tables.py            results as rows, sentences and JSON
 
 What measures a live cluster and a live model, with torch, for strategy="auto":

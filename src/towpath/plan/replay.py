@@ -7,7 +7,7 @@ these ranks walks its operations (`core/passes.py`), and its engines execute wha
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean
@@ -24,6 +24,14 @@ from towpath.plan.bandwidth import BandwidthModel, Demand, Event, Thread, Timeli
 from towpath.plan.hardware import EVERYWHERE, Hardware, StageLocation
 from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, phase_demand
 from towpath.plan.transfer_costs import PhaseCost, TransferShape, coding_seconds, message_cost, phase_costs
+
+# (plans of the units, micro-steps) -> the computations and actions of a step, each with the number of its micro-step
+Steps = Callable[[Sequence[UnitPlan], int], Iterator[tuple[int, Action | Compute]]]
+
+
+def in_our_order(plans: Sequence[UnitPlan], micro_steps: int) -> Iterator[tuple[int, Action | Compute]]:
+    """Yield the computations and actions of a step in the order of Towpath's engine."""
+    return steady_step(settled(plans), plans, micro_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +138,7 @@ class Replay:
     """The replay of a step: of a whole model, or with `walk`, the operations of each rank of a pipeline, of its stages.
 
     `tied` are the sums of tied gradients between the first and the last stage, and how many groups do each of them.
+    `steps` orders the events of a whole model.
     """
 
     def __init__(
@@ -140,8 +149,10 @@ class Replay:
         compression: Compression | None = None,
         tied: Sequence[tuple[Transfer, int]] = (),
         micro_steps: int = 1,
+        steps: Steps = in_our_order,
     ) -> None:
         self._hardware, self._walk, self._stages, self._micro_steps = hardware, walk or {}, stages, micro_steps
+        self._steps = steps
         self._compression = compression or Compression()
         self._passes: dict[int, list[StagePass]] = defaultdict(list)
         self._owners = {} if walk else {0: 0}  # the rank of each stage
@@ -198,7 +209,7 @@ class Replay:
     def _whole(self) -> Thread:
         """Return the thread of a model without stages."""
         engine, seconds = self._engines[0], self._stages[0].seconds
-        for micro_step, action in steady_step(settled(engine.plans), engine.plans, self._micro_steps):
+        for micro_step, action in self._steps(engine.plans, self._micro_steps):
             yield from computed(engine, seconds, action, micro_step)
         yield from engine.compute(seconds.optimizer, "optimizer")
 

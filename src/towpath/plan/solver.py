@@ -45,7 +45,7 @@ from towpath.plan.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage, Steps, in_our_order
 from towpath.plan.request import Batching, Infeasible, Prediction, Ranking, Request
 from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
@@ -326,12 +326,13 @@ class Solver:
         kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
         return kernels * costs.kernel < seconds.micro_step
 
-    def predict(self, strategy: Strategy, batching: Batching) -> Prediction:
+    def predict(self, strategy: Strategy, batching: Batching, steps: Steps = in_our_order) -> Prediction:
         """Simulate one optimizer step of a strategy.
 
         Args:
             strategy: The strategy.
             batching: How each rank computes its share. Of many micro-steps, only the first few are simulated.
+            steps: The order of events. By default, that of Towpath's engine.
 
         Returns:
             The predicted step, with all codecs in use. For an interleaved request, it is the mean over the run. It may
@@ -340,9 +341,9 @@ class Solver:
         if strategy.outer is not None:
             return self._predict_islands(strategy, batching)
         stage, micro_steps = self._stage(strategy, batching), batching.micro_steps
-        timeline = self._replayed(stage, micro_steps)
+        timeline = self._replayed(stage, micro_steps, steps)
         for plain in self._phases(stage.strategy)[1:]:
-            other = self._replayed(replace(stage, strategy=plain, plans=self._plans(plain)), micro_steps)
+            other = self._replayed(replace(stage, strategy=plain, plans=self._plans(plain)), micro_steps, steps)
             timeline = timeline.with_more(-0.5, other)  # the mean of both
         return Prediction(
             **timeline.figures(),
@@ -394,9 +395,9 @@ class Solver:
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         return SimulatedStage(strategy, self._plans(strategy), seconds)
 
-    def _replayed(self, stage: SimulatedStage, micro_steps: int) -> Timeline:
+    def _replayed(self, stage: SimulatedStage, micro_steps: int, steps: Steps) -> Timeline:
         def replayed(count: int) -> Timeline:
-            return Replay([stage], self._hardware, micro_steps=count).run().ranks[0]
+            return Replay([stage], self._hardware, micro_steps=count, steps=steps).run().ranks[0]
 
         if micro_steps <= _REPLAYED:
             return replayed(micro_steps)

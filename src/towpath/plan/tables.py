@@ -24,6 +24,7 @@ _SAME_IN_JSON = (
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
+WRAPPER_HEADINGS = ("PyTorch's own", *HEADINGS[3:])
 
 
 def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
@@ -40,6 +41,17 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
         f"{sum(step.exposed.values()) / step.seconds:.0%}",
     )
+
+
+def wrapper_row(step: Prediction, solver: Solver) -> tuple[str, ...]:
+    """Return the row of a step of PyTorch's own, with a cell for each of `WRAPPER_HEADINGS`."""
+    fits = "" if step.peak_bytes <= solver.request.memory else ", does not fit"
+    return (step.strategy.name + fits, *row(0, step, solver)[3:])
+
+
+def wrapper_as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
+    """Return a step of PyTorch's own as data for JSON. `strategy` is its name, and no strategy of Towpath's."""
+    return {k: v for k, v in as_json(step, solver).items() if k not in ("toml", "placement", "transports")}
 
 
 def _batch(step: Prediction) -> str:
