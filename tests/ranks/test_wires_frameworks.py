@@ -299,9 +299,7 @@ def _lightning(line: Line | None, place: str) -> list[float]:
     class Wires(pl.Callback):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             model = trainer.strategy.model
-            if (
-                line and place == "ddp_comm_hook"
-            ):  # as DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…) does, on GPUs only
+            if line and place == "ddp_comm_hook":  # as DDPStrategy does, on GPUs only
                 _register_ddp_comm_hook(model, state, sum_bucket)
             elif line and place != "configure_model":
                 line(model)
