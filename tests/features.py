@@ -69,7 +69,12 @@ FEATURES = (
         ranks="device_waits divergence programs start",
         unit="activity collective_log init rendezvous streams together",
     ),
-    _feature("wires under FSDP2 and DDP", ranks="wires_frameworks wires_misuse"),
+    _feature(
+        "wires under FSDP2 and DDP",
+        lab="wire_bytes",
+        ranks="wires wires_frameworks wires_misuse",
+        unit="wire_launches",
+    ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
     _feature(
         "planner and auto",

@@ -29,6 +29,7 @@ from towpath.core.transfer import Transfer
 from towpath.engine import comm
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.transfer_queues import Handle, Stream, StreamJob
+from towpath.fsdp import peers
 from towpath.observe.record import TransferWait
 from towpath.topology import groups
 
@@ -151,6 +152,7 @@ def fake_world(
         (groups, "backends_of", lambda group: {device: "nccl"}),
         (groups, "new_group", make_group),
         (groups, "connect", lambda group: None),
+        (peers, "_meet", lambda groups: None),  # the other ranks never come
         (api, "check_devices", lambda groups, device: None),  # all ranks are on one device
         # The other ranks' digests are missing in what the fake group combines.
         (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.begin_step()),

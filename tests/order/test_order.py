@@ -469,7 +469,7 @@ def _gradients_on_host(self: Engine, actions: Iterable[Any]) -> None:
 _EXECUTE = Engine.execute
 HOST_WAITS: dict[str, tuple[type, str, Any]] = {
     "before it reads the mean gradients": (Engine, "execute", _gradients_on_host),
-    "before it writes over what is on its way": (ParamVersion, "before_write", lambda _: None),
+    "before it writes over what is on its way": (ParamVersion, "wait_for_read", lambda _: None),
 }
 
 

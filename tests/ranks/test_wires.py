@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import RankError, World, Worlds, on_ranks
+from tests.ranks.server import World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.ranks.twin import error_of
 from towpath import Topology, tracing
@@ -533,18 +533,6 @@ def _misuse(shape: Topology, misuse: Callable[[Training], None]) -> str:
     return error_of(go_on)
 
 
-def test_wires_on_one_rank_alone_end_the_job() -> None:
-    """Its first collective meets another one of stock FSDP2, which gloo answers by ending the process."""
-    with World(2, group_timeout=6.0) as ranks, pytest.raises(RankError) as caught:
-        ranks.run(_wire_one_rank)
-    assert not caught.value.hung
-
-
-def _wire_one_rank() -> None:
-    training = Training(FLAT, dist.get_rank() == 1)
-    _plain(training)
-
-
 @on_ranks(2)
 def test_arguments_that_differ_or_are_unknown_are_refused_on_every_rank() -> None:
     training, rank = Training(FLAT, False), dist.get_rank()
@@ -556,7 +544,6 @@ def test_arguments_that_differ_or_are_unknown_are_refused_on_every_rank() -> Non
         ({"gradients": "int9"}, "unknown codec 'int9'"),
         ({"hold": "disk"}, "hold= is 'device', 'host' or None; got True, 'disk'"),
         ({"exact": "yes"}, "exact= is a bool"),
-        ({"topology": SQUARE}, "topology=2 × 2 has 4 ranks. Expected the 2 of the process group"),
     ):
         with pytest.raises(ConfigError, match=words):
             towpath.wires(training.model, **({"topology": FLAT} | wrong))  # pyright: ignore

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import towpath
-from tests.ranks.server import on_ranks
+from tests.ranks.server import on_ranks, run_ranks
 from towpath import Topology
-from towpath.errors import ConfigError, MismatchError
+from towpath.errors import ConfigError, MismatchError, ShardError, StepError
 
 
 def sharded(*blocks: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -27,6 +29,12 @@ def sharded(*blocks: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequen
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (model[1], model[2], model):
         fully_shard(block, mesh=mesh)
+    return model
+
+
+def sharded_over(mesh: DeviceMesh) -> nn.Linear:
+    model = nn.Linear(4, 6).double()
+    fully_shard(model, mesh=mesh)
     return model
 
 
@@ -51,7 +59,7 @@ def test_a_topology_of_other_ranks_than_the_job_is_refused() -> None:
 def test_a_process_group_with_uneven_nodes_is_refused() -> None:
     group = dist.new_group([0, 1, 2])
     if dist.get_rank() < 3:
-        model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
+        model = sharded_over(DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
         with pytest.raises(ConfigError, match="2 on node 0, 1 on node 1"):
             towpath.wires(model, topology=Topology(2, 2))
 
@@ -74,7 +82,7 @@ def test_a_codec_of_float64_gradients_is_refused() -> None:
 @on_ranks(2)
 def test_wires_on_one_rank_only_name_the_others() -> None:
     group = dist.new_group(timeout=timedelta(seconds=1))
-    model = fully_shard(nn.Linear(4, 6), mesh=DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
+    model = sharded_over(DeviceMesh.from_group(group, "cpu"))  # pyright: ignore
     if dist.get_rank() == 0:
         with pytest.raises(ConfigError, match=r"wires\(\).*ranks \[1\]"):
             towpath.wires(model, topology=Topology(2, 1))
@@ -109,7 +117,75 @@ def test_gradients_of_other_parameters_than_before_are_right() -> None:
         for step in range(4):
             train(model, optimizer, step)
             model[1].requires_grad_(step != 1)
-            model[2][0].weight.requires_grad_(step != 2)
+            next(model[2].parameters()).requires_grad_(step != 2)
         return [p.full_tensor() for p in model.parameters()]  # pyright: ignore
 
     check_like_stock(run, Topology(2, 2), Branches())
+
+
+@on_ranks(4)
+def test_inference_mode_between_steps_changes_nothing() -> None:
+    def run(model: nn.Sequential) -> list[torch.Tensor]:
+        optimizer, outputs = torch.optim.SGD(model.parameters(), lr=0.1), list[torch.Tensor]()
+        for step in range(3):
+            train(model, optimizer, step)
+            with torch.inference_mode():
+                outputs.append(model(torch.ones(2, 4, dtype=torch.float64)).clone())
+        return outputs
+
+    check_like_stock(run, Topology(2, 2))
+
+
+@on_ranks(2)
+def test_an_error_in_a_sum_over_replicas_is_not_hidden() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded_over(mesh)
+    towpath.wires(model, gradients="int8", topology=Topology(2, 1))
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def write_on_one_rank() -> None:
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            next(model[2].parameters()).mul_(0.5)
+    with pytest.raises(StepError, match="sent weights at different places"):
+        train(model, optimizer)
+    dist.barrier()  # no rank ends before the other has raised
+
+
+def test_weights_written_on_one_rank_only_are_reported() -> None:
+    run_ranks(write_on_one_rank, 2)  # ranks of their own: their transfers are stuck afterwards
+
+
+@on_ranks(2)
+def test_ranks_with_fewer_batches_join_under_ddp() -> None:
+    results: list[list[torch.Tensor]] = []
+    for wired in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6)).double())
+        if wired:
+            towpath.wires(model, topology=Topology(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(2 + dist.get_rank()):
+                train(model, optimizer, step)
+        train(model, optimizer)  # the ranks still agree on what they have sent
+        results.append([p.detach() for p in model.parameters()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_copies_of_a_ddp_with_wires_are_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(4, 6).double())
+    towpath.wires(model, topology=Topology(2, 1))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ShardError, match="state_dict"):
+            copied(model)
+    copy.deepcopy(model.module)
+    pickle.dumps(model.state_dict())

@@ -17,6 +17,7 @@ from towpath.core.transport import Factored, FactoredMatrix, LowRank, Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
+from towpath.fsdp.peers import Wishes
 from towpath.topology.cluster import Extent, Topology
 
 SQUARE = Topology(2, 2)
@@ -145,3 +146,9 @@ def test_nothing_hides_what_is_not_finite() -> None:
 
 def _made(name: str, topology: Topology = SQUARE, **options: object) -> Strategy:
     return strategy(name, topology, gradients="low-rank:4", **options)
+
+
+@pytest.mark.parametrize("preset", ["paro-iig", "ddp"])
+def test_wires_refuse_low_rank_for_flat_buffers(preset: str) -> None:
+    with pytest.raises(ConfigError, match="low-rank:4"):
+        Wishes(exact=True, gradients="low-rank:4", hold=None, topology=None).strategy(preset, SQUARE)

@@ -103,8 +103,8 @@ def test_each_fragment_is_exchanged_once_a_period_and_applied_by_count(every: in
         begun = [f for step in range(first, first + every) for f in outer.begun_at(step)]
         assert sorted(begun) == list(range(fragments))
     for step in range(1, 4 * every):
-        assert outer.applied_at(step + delay) == outer.begun_at(step)
-    assert outer.begun_at(0) == outer.applied_at(delay) == ()
+        assert outer.fragments_applied_after(step + delay) == outer.begun_at(step)
+    assert outer.begun_at(0) == outer.fragments_applied_after(delay) == ()
 
 
 def test_the_machine_begins_and_applies_in_order() -> None:

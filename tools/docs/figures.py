@@ -538,7 +538,35 @@ def loading_table() -> str:
     return table(("", "rank 0", "rank 1", "rank 0 without file pages", "rank 1 without file pages"), found)
 
 
+# GPU clusters on which steps of FSDP2 are predicted, with and without wires.
+_WIRED_CLUSTERS = ("ethernet-10g", "h100-100g")
+_WIRED_MODEL, _WIRED_LENGTH, _WIRED_BATCH = "llama-7b", 2048, 4
+
+
+def predicted_wires_table() -> str:
+    """Return the predicted steps of FSDP2, HSDP and DDP on GPUs, with one micro-step."""
+    from towpath.plan.catalog import describe_model, load_cluster
+    from towpath.plan.hardware import GIB
+    from towpath.plan.pytorch import predict_wrappers
+    from towpath.plan.request import Request
+    from towpath.plan.solver import Solver
+
+    found: list[Row] = []
+    for name in _WIRED_CLUSTERS:
+        cluster = load_cluster(name)
+        nodes = cluster.topology.nodes
+        batch, model = _WIRED_BATCH * cluster.topology.world, describe_model(_WIRED_MODEL, _WIRED_LENGTH)
+        request = Request(batch, cluster.memory, micro_batches=(_WIRED_BATCH,))
+        steps = predict_wrappers(Solver(model, cluster, request))
+        for step in steps:
+            memory = f"{step.peak_bytes / GIB:.1f}" + (" (too much)" if step.peak_bytes > cluster.memory else "")
+            sent, times = step.expected_inter_bytes / nodes / 1e9, steps[0].seconds / step.seconds
+            found.append((name, step.strategy.name, f"{step.seconds:.3g} s", f"{times:.2f}", f"{sent:.1f}", memory))
+    return table(("cluster", "training", "step", "times as fast as FSDP2", "GB out of a node", "GiB of a rank"), found)
+
+
 TABLES = {
+    "wires-predicted": predicted_wires_table,
     "loading": loading_table,
     "speedups": speedups_table,
     "families": families_table,
@@ -610,6 +638,12 @@ def _sections(suite: str) -> Iterable[str]:
             yield "## Means over the ratios\n\n" + table(
                 ("figure", "result"), [(mean["what"], f"{mean['found']:.4g}") for mean in exact.mean_rows()]
             )
+        if suite == "wires":
+            about = (
+                f"A step of {_WIRED_MODEL} on two clusters of `towpath plan`, with {_WIRED_BATCH} sequences of "
+                f"{_WIRED_LENGTH:,} tokens a rank in one micro-step. On GPUs, FSDP2 overlaps."
+            )
+            yield f"## Predicted on GPUs\n\n{textwrap.fill(about, 120)}\n\n{predicted_wires_table()}"
         if suite == "exact_bytes":
             yield "![Bytes over optimizer steps, by class of parameters](../results/exact_bytes.svg)"
         return

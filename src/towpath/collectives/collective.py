@@ -139,7 +139,7 @@ class Collective(ABC):
     `shard` is this rank's slice. It may be a view of the region. An all-gather copies the `shard` of each member to
     every `region`. A reduce-scatter writes the sum of all members' regions to `shard`, and leaves the rest of `region`
     undefined. An all-reduce writes the sum to all of `region`. Coalesced collectives take a list of regions and one of
-    shards. The exchange of matrices (`owners.py`) has a region for each matrix.
+    shards. `OwnersExchange` has a region for each matrix.
     """
 
     @property
@@ -157,7 +157,7 @@ class Collective(ABC):
         return ()
 
     @property
-    def sent_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """The bytes that are kept of what was sent last, because the next run sends differences to it."""
         return 0
 

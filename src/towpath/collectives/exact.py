@@ -65,7 +65,7 @@ class ExactSync(Collective):
         self._problems: dict[int, str] = {}
 
     @property
-    def sent_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """The bytes that are kept of what was sent last."""
         return 0 if self._sent is None else self._sent.nbytes
 
@@ -152,9 +152,9 @@ class AgreedAllGather(ExactSync):
         self._end: torch.cuda.Event | None = None
 
     @property
-    def sent_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """The bytes that are kept of what was sent last, and those of its message."""
-        return super().sent_bytes + self._message.nbytes
+        return super().kept_bytes + self._message.nbytes
 
     @property
     def encoded_size(self) -> torch.Tensor:

@@ -188,7 +188,7 @@ def _slice_sizes(transfer: Transfer) -> tuple[list[int], list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseLoad:
     """The load of one phase of a route, summed over its rounds.
 
     Amounts are in slices of the region, and message counts are averages over the ranks. In a ring, only the last rank
@@ -205,14 +205,14 @@ class Phase:
 
 
 @lru_cache(maxsize=4096)
-def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MESSAGES) -> tuple[Phase, ...]:
+def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MESSAGES) -> tuple[PhaseLoad, ...]:
     """Return the phases of one collective of a group, in their order."""
     # `op`: The operation. A reduction runs the phases of a gather in reverse order.
     # `grid`: The members of the group, or the two ends of a message.
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
-        return (Phase(1, out, inside, out, inside),)
-    found: list[Phase] = []
+        return (PhaseLoad(1, out, inside, out, inside),)
+    found: list[PhaseLoad] = []
     if op is not Op.ALL_GATHER:
         found += reversed(_gather_phases(effective_route(route, grid, op, form), grid, parts, form))
     if op is not Op.REDUCE_SCATTER:
@@ -225,7 +225,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MES
     return tuple(found)
 
 
-def _gather_phases(route: str, grid: Grid, parts: int, form: Form) -> list[Phase]:
+def _gather_phases(route: str, grid: Grid, parts: int, form: Form) -> list[PhaseLoad]:
     found = list(_PHASES[route](grid, parts))
     if form is Form.COLLECTIVES:
         crossing = (1, 0) if grid.nodes > 1 else (0, 1)
@@ -235,40 +235,40 @@ def _gather_phases(route: str, grid: Grid, parts: int, form: Form) -> list[Phase
     return [p for p in found if p.rounds]
 
 
-def _ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+def _ring_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     others = grid.nodes * grid.width - 1
     messages_out = others / grid.width if grid.nodes > 1 else 0
-    yield Phase(others, others * (grid.nodes > 1), others * (grid.width > 1), messages_out, others - messages_out)
+    yield PhaseLoad(others, others * (grid.nodes > 1), others * (grid.width > 1), messages_out, others - messages_out)
 
 
-def _hierarchical_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+def _hierarchical_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     out, inside = grid.nodes - 1, (grid.width - 1) * grid.nodes
-    yield Phase(out, grid.width * out, 0, out, 0)
-    yield Phase(grid.width - 1, 0, inside, 0, inside)
+    yield PhaseLoad(out, grid.width * out, 0, out, 0)
+    yield PhaseLoad(grid.width - 1, 0, inside, 0, inside)
 
 
-def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     """Yield a phase in which nodes share out each part while the next one crosses, and one for the last part."""
     within = min(HO_RING_STEPS, parts)
     out, last = (grid.nodes - 1) * parts, grid.width - 1
     shared = last * (grid.nodes * parts - 1)
-    yield Phase(out - 1 + within, grid.width * (grid.nodes - 1), shared / parts, out, shared)
-    yield Phase(within, 0, last / parts, 0, last)
+    yield PhaseLoad(out - 1 + within, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield PhaseLoad(within, 0, last / parts, 0, last)
 
 
-def _two_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+def _two_hop_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     out, last = (grid.nodes - 1) * parts, (grid.width - 1) * grid.nodes
     shared = last * (parts - 1)
-    yield Phase(parts, grid.width * (grid.nodes - 1), shared / parts, out, shared)
-    yield Phase(1, 0, last / parts, 0, last)
+    yield PhaseLoad(parts, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield PhaseLoad(1, 0, last / parts, 0, last)
 
 
-def _one_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+def _one_hop_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     out, inside = grid.width * (grid.nodes - 1), grid.width - 1
-    yield Phase(1, grid.width * out, inside, out, inside)
+    yield PhaseLoad(1, grid.width * out, inside, out, inside)
 
 
-_PHASES: dict[str, Callable[[Grid, int], Iterator[Phase]]] = {
+_PHASES: dict[str, Callable[[Grid, int], Iterator[PhaseLoad]]] = {
     "flat": _ring_phases,
     "ring": _ring_phases,
     "hierarchical": _hierarchical_phases,

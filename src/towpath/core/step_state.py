@@ -193,7 +193,7 @@ class ParamVersion:
         """Call `end_of_read` before the next write: a copy reads the memory while the host goes on."""
         self._end_of_read = end_of_read
 
-    def before_write(self) -> None:
+    def wait_for_read(self) -> None:
         """Return once no copy reads the memory. The host must call this before it writes to it."""
         if self._end_of_read is not None:
             end_of_read, self._end_of_read = self._end_of_read, None
@@ -206,7 +206,7 @@ class ParamVersion:
 
     def replaced(self) -> None:
         """Count a write of values that do not follow from those before, as a load does. Call it before the write."""
-        self.before_write()
+        self.wait_for_read()
         self._is_replaced = True
         self.written()
 

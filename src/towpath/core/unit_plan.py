@@ -124,7 +124,7 @@ class BucketPlan:
         compute, summed, own = map(item_bytes, (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
-        sent = {"sent": self.sent_bytes} if self.sent_bytes else {}
+        sent = {"sent": self.kept_bytes} if self.kept_bytes else {}
         return (
             frozen
             | sent
@@ -187,7 +187,7 @@ class BucketPlan:
         return start, start + self.numel // self.params.count
 
     @property
-    def sent_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """The bytes that parameter syncs keep of what they sent last, to send differences to it."""
         # It is a copy of the values if the optimizer overwrites them in the P shard. With agreed sizes, it is also the
         # encoded message, from its encoding until all ranks know its size.

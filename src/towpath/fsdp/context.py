@@ -58,7 +58,8 @@ class WiredRanks:
         """Send the shards of units that have parameters with these ids."""
         changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module)))
         sending = [unit for unit in changed if unit.take_shard()]
-        if sending and self.peers.comm.device.type == "cuda":
+        # On a GPU, ranks also learn here whether one of them has found weights that were written through `.data`.
+        if sending and (self.peers.comm.device.type == "cuda" or any(unit.encoding for unit in sending)):
             self._agree(sending)
         for unit in sending:
             unit.send()
@@ -67,7 +68,7 @@ class WiredRanks:
         """Encode shards, and agree with all ranks on the sizes of messages. The host waits here, once a step."""
         comm, units = self.peers.comm, self.units
         encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
-        sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=True)
+        sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=comm.device.type == "cuda")
 
         def read(_: Workspace) -> None:
             for number, unit in enumerate(units):

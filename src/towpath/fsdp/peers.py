@@ -18,7 +18,7 @@ from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.core.transport import Transport
+from towpath.core.transport import LOW_RANK, Transport
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
@@ -45,6 +45,12 @@ class Wishes:
         made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
         if self.gradients is None:
             return made
+        if self.gradients.startswith(LOW_RANK):
+            # It factors matrices, and flat buffers would be sent as they are.
+            raise ConfigError(
+                f"wires(): gradients={self.gradients!r} needs matrices; FSDP2 and DDP reduce flat buffers. Pass a "
+                "codec of blocks, such as 'int8' or 'int4:64'."
+            )
         route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
         return replace(made, grad_sync=Transport(route, self.gradients, "first"))
 
@@ -76,6 +82,8 @@ class Peers:
         number: int = next(groups.shared("models made", count))
         log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
         comm = CommContext(groups, device, log)
+        # All groups of the job send what this one sends, such as those of each place in a node under HSDP.
+        comm.record.islands = dist.get_world_size() // groups.world
         return Peers(
             group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from towpath.collectives.collective import Workspace
 from towpath.core.strategy import TransferKind
 from towpath.engine.transfer_queues import RankTransfer
+from towpath.errors import ShardError
 from towpath.fsdp.peers import Peers, Wishes, factor_of
 from towpath.topology.cluster import Topology
 
@@ -45,6 +46,14 @@ class ReplicaGroup(dist.ProcessGroup):
     def __init__(self, stock: dist.ProcessGroup, name: str, sums: ReplicaSums) -> None:
         super().__init__(stock.rank(), stock.size())  # pyright: ignore[reportCallIssue]
         self.stock, self._sums, self._unit = stock, sums, name
+
+    # PyTorch looks up a group whose collective has failed. It would report that it does not know this one.
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.stock
+
+    def __hash__(self) -> int:
+        return hash(self.stock)
 
     def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tensors: Sequence[torch.Tensor], opts: Any = None
@@ -90,6 +99,9 @@ class BucketSums:
         self._group = group
         self._sums: ReplicaSums | None = None
 
+    def __reduce__(self) -> Any:
+        raise no_copy()
+
     def connect(self, device: torch.device) -> Peers:
         """Connect all ranks of the group, which every rank must call."""
         group = self._group or dist.group.WORLD
@@ -126,6 +138,14 @@ class BucketSums:
 
         sums.peers.submit(TransferKind.GRAD_SYNC, [transfer], [average])
         return ended
+
+
+def no_copy() -> ShardError:
+    """Return the error of a model that is copied or pickled with its connections to other ranks."""
+    return ShardError(
+        "a model with towpath.wires() was copied or pickled, and its connections to other ranks cannot be. Copy its "
+        "module (`model.module` of a DistributedDataParallel), or save its state_dict()."
+    )
 
 
 def _first(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from towpath.collectives.collective import Workspace
 from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
 from towpath.engine.transfer_queues import Handle, RankTransfer
+from towpath.errors import StepError
 from towpath.fsdp.fields import has_own_cast, shards_of, versions_of
 from towpath.fsdp.peers import Peers, factor_of
 
@@ -131,7 +132,8 @@ class WiredUnit:
                 self._peers.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
-        return self._share(weights, output)
+            return Arrival(self._share(weights, output), self.name)
+        return Arrival(self._share(weights, output))
 
     def _differs(self, weights: _ColumnWeights, mine: torch.Tensor) -> bool:
         """Return whether the shard has other values than those that were sent last."""
@@ -166,7 +168,7 @@ class WiredUnit:
         weights.versions = self._versions()
         weights.sent = self._peers.submit(TransferKind.PARAM_SYNC, [weights.sync], [weights.run])
 
-    def _share(self, weights: _ColumnWeights, output: torch.Tensor) -> dist.Work:
+    def _share(self, weights: _ColumnWeights, output: torch.Tensor) -> Handle:
         """Write the weights that the columns of this node hold to `output`."""
         nodes, width = self._peers.nodes, self._peers.width
         bundles = torch.empty_like(output) if weights.rows else None
@@ -180,7 +182,7 @@ class WiredUnit:
             output.view(nodes, width, -1).copy_(columns.view(width, nodes, -1).transpose(0, 1))
 
         assert weights.sent is not None
-        return Arrival(self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent]))
+        return self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(versions_of(self.module))
@@ -191,7 +193,7 @@ class WiredUnit:
         weights = self._weights
         if weights is None:
             return 0, 0
-        held, sent = weights.held.nbytes, weights.sync.collective.sent_bytes
+        held, sent = weights.held.nbytes, weights.sync.collective.kept_bytes
         return (sent, held) if weights.held.device != self._peers.comm.device else (held + sent, 0)
 
     def problems(self) -> list[tuple[str, str]]:
@@ -235,13 +237,25 @@ class WiredUnit:
 
 @final
 class Arrival(dist.Work):
-    """The end of a gather, in the form that FSDP2 waits for."""
+    """The end of a gather, in the form that FSDP2 waits for.
 
-    def __init__(self, end: Handle) -> None:
+    `written`: The name of the unit, if this rank sent its weights because they have changed since the last step.
+    """
+
+    def __init__(self, end: Handle, written: str | None = None) -> None:
         super().__init__()
-        self._end = end
+        self._end, self._written = end, written
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the gather, on a GPU in the order of the current stream."""
-        self._end.wait()
+        try:
+            self._end.wait()
+        except StepError as error:
+            if self._written is None:
+                raise
+            raise StepError(
+                f"{error}\nThis rank sent the weights of {self._written or 'root'} because they changed outside of an "
+                "optimizer step. Its peers send theirs only if they have changed, too: let every rank write to its "
+                "weights, and load checkpoints, at the same place."
+            ) from error
         return True

@@ -20,7 +20,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -51,8 +51,8 @@ def wires(
 
     Weights cross nodes once after each change, as exact differences. Other gathers cross nothing: those of the backward
     pass, of further micro-steps, and of frozen weights. Gradients are summed inside each node first. For this, each
-    rank holds the shards of its column: the ranks of equal place in their nodes. In bf16, these are 2 bytes ×
-    parameters / ranks per node.
+    rank holds the shards of its column, the ranks of equal place in their nodes, and a copy of its own shard. In bf16,
+    these are 2 bytes × parameters × (1 / ranks per node + 1 / ranks).
 
     `wires(model, False)` gives FSDP2 its own transfers back.
 
@@ -82,9 +82,9 @@ def wires(
     else:
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
-    if ranks:
+    if exact or gradients is not None:
         object.__setattr__(model, "towpath_wires", WiredModel(ranks))
-    elif exact and dist.get_rank() == 0:
+    if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
 
@@ -103,7 +103,12 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
-    return WiredRanks(peers, model.parameters)
+    return WiredRanks(peers, partial(_compared, model))
+
+
+def _compared(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
+    # In `with model.join()`, ranks that have run out of batches only reduce. They step no optimizer, so none compares.
+    return iter(()) if model._join_config.enable else model.parameters()  # pyright: ignore[reportPrivateUsage]
 
 
 def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
@@ -113,13 +118,6 @@ def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
-    for name, module in modules:
-        if len(param_groups(module)) > 1:
-            raise ShardError(
-                f"wires(): module {name or 'root'} has parameters over {len(param_groups(module))} meshes, by "
-                "shard_placement_fn. FSDP2 takes transfers for one mesh per module. Make a module of the parameters of "
-                "the other mesh, and call fully_shard() on it."
-            )
     for _, module in modules:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
@@ -193,7 +191,8 @@ class _Comm:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory of a flat buffer."""
-        return self.stock.allocate(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # other threads write to it, which are not in inference mode
+            return self.stock.allocate(size, dtype=dtype, device=device)
 
 
 @final
@@ -205,7 +204,8 @@ class AllGather(_Comm):
     ) -> dist.Work | None:
         if group is not self.wired.peers.group:  # of the smaller mesh that `reshard_after_forward=4` makes
             return self.stock(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
-        return self.unit.gather(output_tensor, input_tensor)
+        with torch.inference_mode(False):  # what is made here is kept for training
+            return self.unit.gather(output_tensor, input_tensor)
 
 
 @final
@@ -256,13 +256,16 @@ class WiredModel(Observable):
         transfers = merged(transfer for one in each for transfer in one.transfers)
         return Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
 
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Return the groups through which ranks meet."""
         return [comm.groups for comm in self.comms]
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on rank 0."""
         return dict(enumerate(Groups().collect_objects(trace.intervals)))
+
+    def __reduce__(self) -> Any:
+        raise no_copy()
 
     def leave(self) -> None:
         """Wait for all transfers, and no longer watch optimizers."""

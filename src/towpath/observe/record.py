@@ -304,7 +304,7 @@ class Record:
     """
 
     def __init__(self, watchdog: Watchdog, timer: Timer, islands: int = 1) -> None:
-        self._islands = islands  # all of them send what this one sends
+        self.islands = islands  # all of them send what this one sends
         self.host = HostClock()
         self.watchdog, self.timer, self._host_timer = watchdog, timer, Timer()
         self.trace: Trace | None = None
@@ -417,7 +417,7 @@ class Record:
         stats = self._stats.get(transfer)  # one look-up, because this runs for each transfer and each wait
         if stats is None:
             # An exchange is one transfer of all islands.
-            stats = TransferStats.of(transfer, 1 if transfer.kind in OUTER_KINDS else self._islands)
+            stats = TransferStats.of(transfer, 1 if transfer.kind in OUTER_KINDS else self.islands)
             self._stats[transfer] = stats
         return stats
 

@@ -88,7 +88,7 @@ class Observable(ABC):
         """Return the counts of all transfers so far, of all parts."""
 
     @abstractmethod
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Prepare a trace, and return groups through which all ranks meet."""
 
     @abstractmethod
@@ -158,7 +158,7 @@ def _comms(model: nn.Module | Observable) -> list[CommContext]:
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `trace` context that is active for `model`, or None."""
-    return _comms(model)[0].record.trace
+    return next((comm.record.trace for comm in _comms(model)), None)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
         StepError: A trace of the model is active already.
     """
     observed = _observed(model)
-    meshes = observed.prepare_trace() if isinstance(observed, Observable) else [observed.comm.job]
+    meshes = observed.trace_groups() if isinstance(observed, Observable) else [observed.comm.job]
     with traced(_comms(model), meshes) as recorded:
         yield recorded
 
@@ -185,6 +185,8 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
 def traced(comms: Sequence[CommContext], meshes: Sequence[Groups]) -> Generator[Trace]:
     """Record several parts of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
     records = [comm.record for comm in comms]
+    if not records:
+        raise StepError("trace: the wires of this model send nothing, because its ranks are on one node.")
     if any(record.trace is not None for record in records):
         raise StepError("trace: this model is being traced already. Leave the first `with tracing.trace(...)` before.")
     for comm in comms:

@@ -214,7 +214,7 @@ class OuterSteps:
         while self.done < step:
             self.done += 1
             actions += [self._begin(fragment) for fragment in self._outer.begun_at(self.done)]
-            for fragment in self._outer.applied_at(self.done):
+            for fragment in self._outer.fragments_applied_after(self.done):
                 actions += self._apply(fragment)
         return actions
 

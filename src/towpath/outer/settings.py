@@ -123,7 +123,7 @@ class Outer:
         first = [(fragment + 1) * self.every // self.fragments for fragment in range(self.fragments)]
         return tuple(fragment for fragment, begins in enumerate(first) if (step - begins) % self.every == 0)
 
-    def applied_at(self, step: int) -> tuple[int, ...]:
+    def fragments_applied_after(self, step: int) -> tuple[int, ...]:
         """Return the fragments whose result is applied at the parameter sync after optimizer step `step`."""
         return self.begun_at(step - self.delay)
 

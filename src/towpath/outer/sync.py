@@ -297,7 +297,7 @@ class PartExchange:
         values = self._values
         for bucket in self._buckets:
             # The device may still copy the weights that `write` or `run_gather` will overwrite.
-            bucket.version.before_write()
+            bucket.version.wait_for_read()
         if values is not self.difference:
             values.copy_(self.difference)
         _step(self.slow, self.momentum, values, settings, islands)

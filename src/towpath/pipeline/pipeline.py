@@ -501,7 +501,7 @@ class Pipeline(Observable):
         """The communication of the engines of this rank."""
         return [engine.comm for engine in self.engines]
 
-    def prepare_trace(self) -> list[Groups]:
+    def trace_groups(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
         leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}

@@ -53,7 +53,7 @@ class MeasuredPasses:
     backward: LinearSeconds
     share: float = 1.0
 
-    def times(self, share: float) -> MeasuredPasses:
+    def scaled(self, share: float) -> MeasuredPasses:
         """Return a share of these seconds."""
         nothing = LinearSeconds(0.0, 0.0)
         return replace(self, forward=nothing.plus(self.forward, share), backward=nothing.plus(self.backward, share))
@@ -103,7 +103,7 @@ class ModelUnit:
     def computing(self, share: float) -> ModelUnit:
         """Return a unit with the same parameters that computes and keeps only a share."""
         scaled = {name: share * getattr(self, name) for name in (*_SUMMED, *_PEAKS)}
-        return replace(self, **scaled, measured=None if self.measured is None else self.measured.times(share))
+        return replace(self, **scaled, measured=None if self.measured is None else self.measured.scaled(share))
 
     def combined_with(self, other: ModelUnit) -> ModelUnit:
         """Return a unit with the parameters of this one that computes and keeps what both do."""

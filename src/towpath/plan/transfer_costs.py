@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
-from towpath.core.costs import Phase, phases
+from towpath.core.costs import PhaseLoad, phases
 from towpath.core.formats import Codec, Coding, item_bytes
 from towpath.core.placement import Placement
 from towpath.core.queues import Communicator
@@ -45,7 +45,7 @@ class PhaseCost:
         """Whether the phase uses the link between nodes."""
         return bool(self.needs.get(CABLE))
 
-    def times(self, factor: float) -> PhaseCost:
+    def scaled(self, factor: float) -> PhaseCost:
         """Return the phase with `factor` times its seconds and needs."""
         needs = {name: factor * need for name, need in self.needs.items()}
         return replace(self, seconds=factor * self.seconds, needs=needs)
@@ -112,7 +112,7 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     if (measured := hardware.measured) is not None and measured.topology == hardware.topology and comparable:
         size = shape.slice_bytes * shape.grid.nodes * shape.grid.width
         ratio = measured.ratio(shape.op, GroupMesh(shape.grid, shape.stride), shape.route, size)
-        moved = [cost.times(ratio) for cost in moved]
+        moved = [cost.scaled(ratio) for cost in moved]
     costs = list(moved)
     if shape.coding is not None:
         before, after = _message_coding_costs(shape, shape.coding, hardware)
@@ -181,7 +181,7 @@ def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> 
     return copied / hardware.memory_rate
 
 
-def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> PhaseCost:
+def _messages_cost(shape: TransferShape, phase: PhaseLoad, hardware: Hardware) -> PhaseCost:
     """Return the cost of the messages of one phase. In a reduction, the receiver also adds."""
     op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1

@@ -310,9 +310,16 @@ def divergence_message(rank: int, found: LogDifference) -> str:
             "same place, too: let the same inputs and parameters of each unit get gradients on all ranks, or make one "
             "unit of the module around it."
         )
+    if TransferKind.PARAM_SYNC in found.kinds and (len(found.kinds) > 1 or None in found.entries):
+        # Of a unit that all ranks run: `towpath.wires` sends its weights where they have changed.
+        return (
+            f"rank {rank}: the ranks sent weights at different places: {found}. Weights are sent when they have "
+            "changed. Something wrote to weights, loaded a checkpoint or stepped an optimizer on some ranks alone, or "
+            "these ran other units. Let every rank do so at the same place."
+        )
     return (
         f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "
         "delivered. All ranks that share parameters must run the same units in the same order. Where they differ in "
         "what they use (experts, layers that are dropped at random), make one unit of the module around it: "
-        "shard(…, units=[Experts, …])."
+        "shard(…, units=[Experts, …]), or fully_shard(experts)."
     )

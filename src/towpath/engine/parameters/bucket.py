@@ -367,7 +367,7 @@ class Bucket:
         """Return the bytes that this bucket takes on the device between steps, by kind."""
         on_host = self.plan.optimizer_on_host
         others = {} if self.trainable else {"frozen": self.shard.nbytes}
-        if sent := sum(each.collective.sent_bytes for each in self.transfers[TransferKind.PARAM_SYNC]):
+        if sent := sum(each.collective.kept_bytes for each in self.transfers[TransferKind.PARAM_SYNC]):
             others["sent"] = sent
         return others | {
             "params": self.shard.nbytes if self.trainable and not self.plan.params_on_host else 0,

@@ -45,7 +45,7 @@ def slice_of(memory: torch.Tensor, cut: Partition, rank: int, inside: Partition 
 #
 # On a GPU the host's memory is page-locked, so that copies are asynchronous. The host must wait for a copy before
 # it reads or writes the copied memory. For gradients, the step machine requires that by `Wait(…, on_host=True)`. For
-# the master, every write calls `ParamVersion.before_write`. By then a copy of the step before has long ended.
+# the master, every write calls `ParamVersion.wait_for_read`. By then a copy of the step before has long ended.
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

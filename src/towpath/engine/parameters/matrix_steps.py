@@ -96,7 +96,7 @@ class MatrixSteps:
         versions = [version for name in names if (version := self.parameters[name].version) is not None]
         for version in versions:
             # A parameter sync with offload may still read the weights that this step overwrites.
-            version.before_write()
+            version.wait_for_read()
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
         for action in step_actions(self.plan, rounds, gradients):

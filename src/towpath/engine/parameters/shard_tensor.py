@@ -112,7 +112,7 @@ class ShardTensor(torch.Tensor):
     def write(self, values: torch.Tensor) -> None:
         """Write `values`, 1-D, to this rank's elements. They are encoded if the parameter is stored encoded."""
         if self.version is not None:
-            (self.version.before_write if running_step.optimizer else self.version.replaced)()
+            (self.version.wait_for_read if running_step.optimizer else self.version.replaced)()
         if isinstance(self.held, torch.Tensor):
             self.held.copy_(values)
         else:
@@ -317,7 +317,7 @@ _FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
 def _prepare_write(target: ShardTensor) -> None:
     """Wait for copies of `target`. Raise `ShardError` if it is stored encoded, and so only written entirely."""
     if target.version is not None:
-        target.version.before_write()
+        target.version.wait_for_read()
     if type(target.held) is EncodedSlice:
         raise ShardError(
             f"{target.shard_spec.name!r} is stored in {target.rests_in}: it cannot be changed in place. Write it: "

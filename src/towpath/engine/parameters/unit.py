@@ -171,7 +171,7 @@ class ParamSyncs:
         # Encoded on the queue that sends later, so that nothing overwrites the message in between.
         works = [b.encode_param_sync for b in buckets if b.dirty and b.plan.agrees_on_sizes]
         queues = self._comm.queues
-        # The only wait of the host in a step: collectives of the backend need the number of bytes as a Python integer.
+        # The host waits: collectives of the backend need the number of bytes as a Python integer.
         queues.submit(TransferKind.PARAM_SYNC, (), [*works, self._read_sizes]).wait(on_host=True)
 
         def combine(workspace: Workspace) -> None:
