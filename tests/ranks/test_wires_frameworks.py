@@ -147,7 +147,9 @@ def test_accelerate_with_ddp_after_prepare(world: Worlds, ranks: int) -> None:
 # --- Trainer, PEFT, TRL -----------------------------------------------------------------------------------------------
 
 
-def _trainer(line: Line | None, folder: Path, kind: Any, arguments: Any, model: Any, rows: Any, **more: Any) -> Any:
+def _trainer(
+    line: Line | None, folder: Path, kind: Any, arguments: Any, model: Any, rows: Any, options: Any = None, **more: Any
+) -> Any:
     import transformers
 
     class Wires(transformers.TrainerCallback):
@@ -171,7 +173,7 @@ def _trainer(line: Line | None, folder: Path, kind: Any, arguments: Any, model: 
         fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         ddp_backend="gloo",
-        **more.pop("arguments", {}),
+        **(options or {}),
     )
     trainer = kind(model=model, args=args, train_dataset=rows, callbacks=[Wires()] if line else [], **more)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -221,7 +223,7 @@ def _sft(line: Line | None, folder: Path) -> list[float]:
         trl.SFTConfig,
         _llama(),
         rows,
-        arguments={"bf16": False, "gradient_checkpointing": False},
+        options={"bf16": False, "gradient_checkpointing": False},
         peft_config=_lora(),
         processing_class=tokenizer,
     )
@@ -299,9 +301,7 @@ def _lightning(line: Line | None, place: str) -> list[float]:
     class Wires(pl.Callback):
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             model = trainer.strategy.model
-            if (
-                line and place == "ddp_comm_hook"
-            ):  # as DDPStrategy(ddp_comm_state=…, ddp_comm_hook=…) does, on GPUs only
+            if line and place == "ddp_comm_hook":  # as DDPStrategy does, on GPUs only
                 _register_ddp_comm_hook(model, state, sum_bucket)
             elif line and place != "configure_model":
                 line(model)
@@ -359,7 +359,9 @@ def _titan(line: Line | None, folder: Path, backend: str, replicate: bool, dtype
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, ranks // 2) if replicate else (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,))
+    if replicate:
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
 
     def build() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)

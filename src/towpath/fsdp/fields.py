@@ -31,6 +31,12 @@ def shards_of(module: Any) -> list[torch.Tensor]:
     return [each._sharded_param_data for each in parameters_of(module)]
 
 
+def versions_of(module: Any) -> list[int]:
+    """Return the version counter of each parameter of a module, as optimizers, copies and state dicts move it."""
+    # A DTensor counts its writes itself. The counter of the memory that `shards_of` returns stays where it is.
+    return [each.sharded_param._version for each in parameters_of(module)]
+
+
 def has_own_cast(module: Any) -> bool:
     """Return whether a tensor subclass decides what is gathered of a parameter, such as its fp8 values."""
     return any(hasattr(each.sharded_param.to_local(), "fsdp_pre_all_gather") for each in parameters_of(module))
@@ -38,8 +44,9 @@ def has_own_cast(module: Any) -> bool:
 
 def dtypes_of(module: Any) -> str:
     """Return the dtypes of a module's parameters, and those in which they are gathered and reduced."""
-    policies = {(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype) for group in param_groups(module)}
-    return f"{[each.sharded_param.dtype for each in parameters_of(module)]}, gathered and reduced in {policies}"
+    policy = module._get_fsdp_state()._mp_policy
+    dtypes = [each.sharded_param.dtype for each in parameters_of(module)]
+    return f"{dtypes}, gathered and reduced in {policy.param_dtype}, {policy.reduce_dtype}"
 
 
 def groups_of(module: Any) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:

@@ -27,7 +27,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
 from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.errors import StepError
-from towpath.fsdp.fields import has_own_cast, shards_of
+from towpath.fsdp.fields import has_own_cast, shards_of, versions_of
 from towpath.fsdp.peers import Peers, factor_of
 
 
@@ -185,7 +185,7 @@ class WiredUnit:
         return self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(each._version for each in shards_of(self.module))
+        return tuple(versions_of(self.module))
 
     @property
     def held_bytes(self) -> tuple[int, int]:
