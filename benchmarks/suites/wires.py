@@ -186,7 +186,7 @@ def time_checks(seconds: Mapping[str, Sequence[float]], has_limits: bool = True)
 # Suite ----------------------------------------------------------------------------------------------------------------
 
 _USUAL = Workload(SQUARE, dtype="bfloat16")
-_SHORT = replace(_USUAL, width=256, depth=6)
+_SHORT = replace(_USUAL, width=240, depth=6)
 
 
 def _time(workload: Workload) -> TimeCase:

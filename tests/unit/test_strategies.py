@@ -1,7 +1,6 @@
 """Strategies by name: what each is, what a wrong name or option is told, and that all survive TOML."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -117,15 +116,6 @@ def test_an_unknown_strategy_lists_the_known_ones_and_the_closest() -> None:
 def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown strategy '{typed}'; did you mean '{meant}'\?"):
         towpath.strategy(typed, TOPOLOGY)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "told"),
-    [],
-)
-def test_names_of_older_versions_lead_to_what_replaced_them(name: str, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        towpath.strategy(name, TOPOLOGY, **options)
 
 
 def test_without_a_topology_a_strategy_waits_for_one() -> None:
