@@ -1,4 +1,4 @@
-"""Which collective executes a transfer of the schedule on this rank, and in which process groups.
+"""The choice of the collective that executes a transfer on this rank, and of its process groups.
 
 `CommContext` (`engine/comm.py`) asks once for each transfer, when the model is sharded.
 """

@@ -1,4 +1,4 @@
-"""What a transfer costs: the bytes that it sends, how long it keeps which links busy, and what a rank launches.
+"""The costs of a transfer: the bytes that it sends, how long it keeps which links busy, and what a rank launches.
 
 Bytes and phases are in closed form. The messages of `routes.sends` add up to the same. On a device, the thread that
 trains launches all work, one piece after the other. `tests/unit/test_launch_counts.py` compares the counts of launches

@@ -1,4 +1,4 @@
-"""What a model is made of, and what transfers move: units, buckets and payloads, as sizes and dtypes without tensors.
+"""Units and buckets of a model, and the payloads of transfers, as sizes and dtypes without tensors.
 
 A unit is a set of parameters that are gathered and released together. It has one flat buffer, a bucket, for each dtype,
 and separate ones for trainable and frozen parameters. The engine, the schedule and the planner all describe models so.

@@ -1,4 +1,4 @@
-"""What the engine does around the steps of optimizers, and trial steps that find out what an optimizer can step.
+"""Hooks around the steps of optimizers, and trial steps that find out which parameters an optimizer can step.
 
 PyTorch calls a hook before every step, which prepares the optimizer for its sharded parameters (`adopt`), and one after
 it, which notes the step in the log of each model that it stepped, so that ranks can compare them.

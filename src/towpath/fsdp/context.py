@@ -1,4 +1,4 @@
-"""What happens around each step of an optimizer: ranks compare what they have submitted, and send what it has changed.
+"""Hooks around each step of an optimizer: ranks compare what they have submitted, and send what it has changed.
 
 Units send their shards right after the step, in the order of the forward pass. So weights cross nodes while the layers
 before them compute.

@@ -1,4 +1,4 @@
-"""What the wires read and set of FSDP2's private state. `tools/fsdp_interface.py` checks it in each version of PyTorch.
+"""FSDP2's private state, as far as the wires read or set it. `tools/fsdp_interface.py` checks it for each PyTorch.
 
 FSDP2 lets a module bring its own all-gather and reduce-scatter. It has no public name for the rest: which parameters
 belong to the module, what their shards are in memory, and which process groups they are sharded and replicated over.

@@ -151,8 +151,7 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: 
         for name, module in modules:
             set_replicate_group(module, ReplicaGroup(group, name, sums))
         return wired
-    elements = {name: sum(size.numel() for size in each) * peers.ranks for name, each in sizes.items()}
-    specs = [UnitSpec(name, (BucketSpec((numel,)),)) for name, numel in elements.items()]
+    specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
     peers.comm.share(peers.strategy, plans)
     peers.comm.queues.plan(plans)
@@ -184,7 +183,7 @@ def _restore(module: Any) -> None:
 
 
 class _Comm:
-    """What FSDP2 calls in place of its own object, which is `stock`."""
+    """An object that FSDP2 calls in place of its own one, which is `stock`."""
 
     def __init__(self, unit: WiredUnit, wired: WiredRanks, stock: Any) -> None:
         self.unit, self.wired, self.stock = unit, wired, stock

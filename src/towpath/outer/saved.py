@@ -64,7 +64,7 @@ def island_manifest(manifest: Manifest, island: int | None) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class IslandState:
-    """What this rank of a run with outer steps has, besides what its island would have as a job of its own."""
+    """The state of this rank that its island would not have as a job of its own."""
 
     outer: OuterSync
     island: int  # the number of this rank's island

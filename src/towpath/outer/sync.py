@@ -289,7 +289,7 @@ class PartExchange:
 
     @property
     def feedback(self) -> list[Tensor]:
-        """What the codec of the exchange has rounded away on this rank."""
+        """Return what the codec of the exchange has rounded away on this rank."""
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:

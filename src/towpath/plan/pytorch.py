@@ -40,11 +40,16 @@ NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A way to train with PyTorch's own data parallelism. `preset` has the same transfers."""
+    """A way to train with PyTorch's own data parallelism, as data."""
 
     name: str
-    preset: presets.Preset
+    preset: presets.Preset  # has the same transfers
     wired: bool = False
+    sums_each: bool = False  # whether the gradients of every micro-step are summed over all ranks
+    # The reduction whose flat gradients are kept until it has ended. None if it is only waited for before the step.
+    kept: TransferKind | None = TransferKind.GRAD_SYNC
+    holds_column: bool = False  # whether a rank keeps the weights of its column, in addition to its shards
+    casts_shards: bool = True  # whether shards are cast for each gather, so that none are kept in the compute dtype
 
     def strategy(self, topology: Topology) -> Strategy:
         """Return the strategy with the same transfers."""
@@ -54,18 +59,14 @@ class Wrapper:
         self, plans: Sequence[UnitPlan], micro_steps: int, on_cpus: bool
     ) -> Iterator[tuple[int, Action | Compute]]:
         """Yield the computations and actions of a steady step in the order of this wrapper."""
-        machine, each = settled(plans), [micro_steps]
-        if self.preset in ("zero3", "paro-iig"):  # the gradients of every micro-step are summed over all ranks
-            each = [1] * micro_steps
-        # FSDP2 keeps the flat gradients of one unit until their reduce-scatter has ended. HSDP's second sum has others.
-        kept = TransferKind.REDUCE if self.preset == "mics" else TransferKind.GRAD_SYNC
+        machine, each = settled(plans), [1] * micro_steps if self.sums_each else [micro_steps]
         reducing: Task | None = None
         for number, count in enumerate(each):
             for micro_step, action in steady_step(machine, plans, count):
                 # Only the wires compare ranks, before the optimizer's step.
                 if isinstance(action, CheckRanks) and not (self.wired and number + 1 == len(each)):
                     continue
-                task = action.task if isinstance(action, Submit) and self.preset != "ddp" else None
+                task = action.task if isinstance(action, Submit) and self.kept is not None else None
                 if task is not None and task.kind in GRADIENTS and reducing is not None and reducing.unit != task.unit:
                     yield number + micro_step, Wait(reducing)
                     reducing = None
@@ -74,7 +75,7 @@ class Wrapper:
                     continue
                 if on_cpus:
                     yield number + micro_step, Wait(task)
-                elif task.kind is kept:
+                elif task.kind is self.kept:
                     reducing = task
 
     def memory(self, solver: Solver, batching: Batching) -> dict[str, int]:
@@ -83,13 +84,12 @@ class Wrapper:
         FSDP2 casts its shards for each gather, and keeps no shards in the dtype of computation. The wires add the
         weights that a column holds.
         """
-        topology = solver.cluster.topology
-        found = solver.predict_memory(self.strategy(topology), batching)
-        if self.preset == "paro-iig":
+        found = solver.predict_memory(self.strategy(solver.cluster.topology), batching)
+        if self.holds_column:
             own = {"weights of the column": found["params"]}
             own |= {part: found[part] for part in ("sent", "wire", "communicators") if part in found}
             return STOCK.memory(solver, batching) | own
-        return found if self.preset == "ddp" or not found["master"] else found | {"params": 0}
+        return found | {"params": 0} if self.casts_shards and found["master"] else found
 
     def predict(self, solver: Solver) -> Prediction:
         """Predict the step with the largest micro-batch that fits, with or without checkpointing, if that is faster."""
@@ -104,13 +104,14 @@ class Wrapper:
         return min(found, key=lambda step: step.order)
 
 
-STOCK = Wrapper("FSDP2", "zero3")
+STOCK = Wrapper("FSDP2", "zero3", sums_each=True)
+# FSDP2 keeps the flat gradients of one unit until their reduce-scatter has ended. HSDP's second sum has others.
 WRAPPERS = (
     STOCK,
-    Wrapper("FSDP2 with wires", "paro-iig", wired=True),
-    Wrapper("HSDP", "mics"),
-    Wrapper("DDP", "ddp"),
-    Wrapper("DDP with wires", "ddp", wired=True),
+    Wrapper("FSDP2 with wires", "paro-iig", wired=True, sums_each=True, holds_column=True),
+    Wrapper("HSDP", "mics", kept=TransferKind.REDUCE),
+    Wrapper("DDP", "ddp", kept=None, casts_shards=False),
+    Wrapper("DDP with wires", "ddp", wired=True, kept=None, casts_shards=False),
 )
 
 

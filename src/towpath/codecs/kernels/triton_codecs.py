@@ -45,7 +45,7 @@ _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """What a kernel is compiled for. By default, messages are aligned and no rows are summed."""
+    """The constants that a kernel is compiled with. By default, messages are aligned and no rows are summed."""
 
     codec: str
     mantissa: int  # the bits of a mantissa in a code, or 0 if codes are integers

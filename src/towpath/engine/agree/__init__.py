@@ -1,1 +1,1 @@
-"""What keeps ranks from waiting forever or drifting apart: the comparison at each boundary, and the watchdog."""
+"""The comparison at each boundary, and the watchdog: no rank waits forever or drifts apart unnoticed."""

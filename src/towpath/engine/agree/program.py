@@ -34,7 +34,7 @@ _END_OF_BACKWARD = "the end of the backward pass"
 
 @final
 class Program:
-    """What the user's program does with one model on one rank, as notes in the model's `CollectiveLog`."""
+    """Notes in a model's `CollectiveLog` of what the user's program does with it on this rank."""
 
     # ShardTensors, optimizer hooks and the engine report to it. `zeroed` counts the gradients that were set to zero in
     # place since the last boundary.

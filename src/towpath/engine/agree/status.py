@@ -1,4 +1,4 @@
-"""What this rank does right now: what it computes, and which transfers it or its device waits for."""
+"""The activity of this rank: what it computes, and which transfers it or its device waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_capturing() -> bool:
 
 @final
 class RankStatus:
-    """What this rank does now, over all models of one process group. `progress` rises when anything begins or ends."""
+    """The activity of this rank, over all models of one process group. `progress` rises when it changes."""
 
     def __init__(self) -> None:
         self.progress = 0

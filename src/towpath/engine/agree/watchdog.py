@@ -53,7 +53,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 @dataclass(frozen=True, slots=True)
 class _StatusNote:
-    """What a rank without progress posts."""
+    """The note that a rank without progress posts."""
 
     status: str
     step_log: StepLog | None

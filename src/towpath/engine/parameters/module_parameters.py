@@ -1,4 +1,4 @@
-"""What the modules of a unit have as their parameters: ShardTensors, or the unsharded views that they compute with.
+"""The parameters of a unit's modules: ShardTensors, or the unsharded views that they compute with.
 
 Modules must not compute with anything else, so this file also finds out what user code did to the parameters: replaced
 them, or wrote to them where the write would be lost.
