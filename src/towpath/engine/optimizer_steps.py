@@ -136,6 +136,7 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
     # For each model, the names of its parameters in each group. An optimizer may step several models, and other ranks
     # may have other ones, as the stages of a pipeline.
     stepped: dict[Program, dict[int, list[str]]] = {}
+    engines: dict[Program, Engine | None] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -143,6 +144,8 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 stepped.setdefault(program, {}).setdefault(number, []).append(parameter.shard_spec.name)
+                if program not in engines:
+                    engines[program] = engine_of_parameter(parameter)
     if stepped and beside and optimizer not in _warned:
         _warned.add(optimizer)
         _LOG.warning(
@@ -157,6 +160,9 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
             options = ((k, _plain(v)) for k, v in optimizer.param_groups[number].items() if k not in _WITHOUT_EFFECT)
             details.append((("parameters", len(names)), ("checksum_of_their_names", checksum), *options))
         program.stepped(_name(optimizer), tuple(details))
+    for engine in engines.values():
+        if engine is not None:
+            engine.optimizer_stepped(optimizer)
 
 
 def _name(optimizer: Optimizer) -> str:
