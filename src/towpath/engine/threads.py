@@ -149,6 +149,9 @@ class _ThreadHandle(Handle):
         """Wait from another stream's thread. It is not recorded, because the computation does not wait."""
         self._future.result()
 
+    def has_ended(self) -> bool:
+        return self._future.done()
+
     def wait(self, on_host: bool = False) -> None:
         """Wait on the training thread for the job and the jobs before it, and record the time."""
         # Dropped here, because handles would else link all jobs of a unit.

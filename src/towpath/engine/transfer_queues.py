@@ -107,6 +107,10 @@ class Handle(ABC):
         `on_host`: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
         """
 
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether the job has ended, so that the host may read its results without a wait."""
+
 
 class Stream(ABC):
     """A runner of jobs, which execute in order and concurrently with the computation.
@@ -199,6 +203,9 @@ class _CudaHandle(Handle):
     def join(self) -> None:
         """Let the current stream wait. It is not recorded: on a stream of transfers, no computation waits."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def has_ended(self) -> bool:
+        return self._event.query()
 
     def wait(self, on_host: bool = False) -> None:
         """Let the current stream wait, and with `on_host` the host, too. Record the time."""
