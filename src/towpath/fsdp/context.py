@@ -52,7 +52,18 @@ class WiredRanks:
     def before_step(self, stepped: set[int]) -> None:
         """Compare with all ranks what they have submitted, if parameters with these ids will be stepped."""
         if any(id(each) in stepped for each in self._parameters()):
-            self.peers.compare(problem for unit in self.units for problem in unit.problems())
+            self._compare()
+
+    def after_evaluation(self) -> None:
+        """Compare with all ranks what they have submitted in a forward pass that no optimizer step may follow.
+
+        Its gathers stay inside the nodes. If only one node's weights were written, the others would not notice.
+        """
+        if self.units:
+            self._compare(ends_step=False)
+
+    def _compare(self, ends_step: bool = True) -> None:
+        self.peers.compare((problem for unit in self.units for problem in unit.problems()), ends_step)
 
     def after_step(self, stepped: set[int]) -> None:
         """Send the shards of units that have parameters with these ids."""
