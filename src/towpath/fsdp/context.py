@@ -61,6 +61,8 @@ class WiredRanks:
         """
         if self.units:
             self._compare(ends_step=False)
+        if any(unit.drifted is not None for unit in self.units):
+            self._agree(())
 
     def _compare(self, ends_step: bool = True) -> None:
         self.peers.compare((problem for unit in self.units for problem in unit.problems()), ends_step)
@@ -76,7 +78,10 @@ class WiredRanks:
             unit.send()
 
     def _agree(self, sending: Sequence[WiredUnit]) -> None:
-        """Encode shards, and agree with all ranks on the sizes of messages. The host waits here, once a step."""
+        """Encode shards, agree with all ranks on the sizes of messages, and learn of weights written through `.data`.
+
+        The host waits here, once in a step and, on a GPU, after an evaluation.
+        """
         comm, units = self.peers.comm, self.units
         encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
         sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=comm.device.type == "cuda")
