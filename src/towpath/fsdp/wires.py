@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -94,7 +95,7 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if hooks and not states:
         raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
     state = states[0] if states else BucketSums(group=model.process_group)
-    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    state.wishes = replace(wishes, takes_matrices=True) if wishes.exact or wishes.gradients is not None else None
     if not states and state.wishes is not None:
         model.register_comm_hook(state, sum_bucket)
     if state.wishes is None:
