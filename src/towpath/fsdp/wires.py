@@ -21,7 +21,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -104,6 +104,8 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
+    if (codec := peers.strategy.grad_sync.low_rank) is not None:
+        codec.check("wires()", (matrix_of(each) for each in model.parameters() if each.requires_grad))
     return WiredRanks(peers, partial(_compared, model))
 
 
