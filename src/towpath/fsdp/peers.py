@@ -18,7 +18,7 @@ from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.core.transport import LOW_RANK, Transport
+from towpath.core.transport import LOW_RANK
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
@@ -39,20 +39,21 @@ class Wishes:
     gradients: str | None
     hold: str | None
     topology: Topology | None
+    takes_matrices: bool = False  # whether the parameters of a buffer of gradients are known, as for buckets of DDP
 
     def strategy(self, preset: str, topology: Topology) -> Strategy:
         """Return the strategy whose transfers are sent."""
-        made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
-        if self.gradients is None:
-            return made
-        if self.gradients.startswith(LOW_RANK):
-            # It factors matrices, and flat buffers would be sent as they are.
-            raise ConfigError(
-                f"wires(): gradients={self.gradients!r} needs matrices; FSDP2 and DDP reduce flat buffers. Pass a "
-                "codec of blocks, such as 'int8' or 'int4:64'."
-            )
-        route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
-        return replace(made, grad_sync=Transport(route, self.gradients, "first"))
+        options: presets.Options = {"exact": self.exact}
+        if self.gradients is not None:
+            low_rank = self.gradients.startswith(LOW_RANK)
+            if low_rank and not self.takes_matrices:
+                raise ConfigError(
+                    f"wires(): gradients={self.gradients!r} factors whole matrices, and FSDP2 reduces slices of them. "
+                    "Pass a codec of blocks, such as 'int8' or 'int4:64'. DistributedDataParallel takes low rank."
+                )
+            # Otherwise, feedback at both hops, and where an all-reduce shares out its sums.
+            options |= {"gradients": self.gradients, "feedback": "first" if low_rank else "all"}
+        return replace(presets.strategy(preset, topology, **options), name="wires")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Peers:
         if codec is not None and name not in ENCODED:
             raise ConfigError(
                 f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got {name} gradients of {unit or 'root'}. "
-                "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
+                "Reduce in float32 (with FSDP2, reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
             )
         return self.comm.bind(
             Transfer(

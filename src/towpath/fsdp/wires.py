@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -20,7 +21,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -94,7 +95,7 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if hooks and not states:
         raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
     state = states[0] if states else BucketSums(group=model.process_group)
-    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    state.wishes = replace(wishes, takes_matrices=True) if wishes.exact or wishes.gradients is not None else None
     if not states and state.wishes is not None:
         model.register_comm_hook(state, sum_bucket)
     if state.wishes is None:
@@ -103,6 +104,8 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
+    if (codec := peers.strategy.grad_sync.low_rank) is not None:
+        codec.check("wires()", (matrix_of(each) for each in model.parameters() if each.requires_grad))
     return WiredRanks(peers, partial(_compared, model))
 
 
