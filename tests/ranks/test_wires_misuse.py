@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -161,6 +162,30 @@ def write_on_one_rank() -> None:
 
 def test_weights_written_on_one_rank_only_are_reported() -> None:
     run_ranks(write_on_one_rank, 2)  # ranks of their own: their transfers are stuck afterwards
+
+
+def evaluate_after_writes(blocks: dict[int, int], match: str) -> None:
+    """Write to one block on each of these ranks, and evaluate once. No optimizer step follows, so none compares."""
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    model.eval()
+    model(torch.ones(2, 4, dtype=torch.float64))
+    if dist.get_rank() in blocks:
+        with torch.no_grad():
+            next(model[blocks[dist.get_rank()]].parameters()).mul_(0.5)
+    with pytest.raises(StepError, match=match), torch.inference_mode():
+        model(torch.ones(2, 4, dtype=torch.float64))
+    dist.monitored_barrier()  # no rank ends before the others have raised
+
+
+def test_an_evaluation_with_weights_that_one_rank_has_written_fails_on_all_ranks() -> None:
+    run_ranks(partial(evaluate_after_writes, {0: 2}, "param_sync of unit '2'"), 4)
+
+
+def test_an_evaluation_with_different_units_written_in_a_column_fails_on_all_ranks() -> None:
+    run_ranks(partial(evaluate_after_writes, {0: 1, 2: 2}, "param_sync of unit"), 4)
 
 
 @on_ranks(2)

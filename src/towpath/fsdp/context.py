@@ -52,7 +52,20 @@ class WiredRanks:
     def before_step(self, stepped: set[int]) -> None:
         """Compare with all ranks what they have submitted, if parameters with these ids will be stepped."""
         if any(id(each) in stepped for each in self._parameters()):
-            self.peers.compare(problem for unit in self.units for problem in unit.problems())
+            self._compare()
+
+    def after_evaluation(self) -> None:
+        """Compare with all ranks what they have submitted in a forward pass that no optimizer step may follow.
+
+        Its gathers stay inside the nodes. If only one node's weights were written, the others would not notice.
+        """
+        if self.units:
+            self._compare(ends_step=False)
+        if any(unit.drifted is not None for unit in self.units):
+            self._agree(())
+
+    def _compare(self, ends_step: bool = True) -> None:
+        self.peers.compare((problem for unit in self.units for problem in unit.problems()), ends_step)
 
     def after_step(self, stepped: set[int]) -> None:
         """Send the shards of units that have parameters with these ids."""
@@ -65,7 +78,10 @@ class WiredRanks:
             unit.send()
 
     def _agree(self, sending: Sequence[WiredUnit]) -> None:
-        """Encode shards, and agree with all ranks on the sizes of messages. The host waits here, once a step."""
+        """Encode shards, agree with all ranks on the sizes of messages, and learn of weights written through `.data`.
+
+        The host waits here, once in a step and, on a GPU, after an evaluation.
+        """
         comm, units = self.peers.comm, self.units
         encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
         sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=comm.device.type == "cuda")

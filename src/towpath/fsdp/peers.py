@@ -137,7 +137,7 @@ class Peers:
             self.comm.record.end_step()
         return self.comm.queues.submit(kind, transfers, works, after)
 
-    def compare(self, problems: Iterable[tuple[str, str]] = ()) -> None:
+    def compare(self, problems: Iterable[tuple[str, str]] = (), ends_step: bool = True) -> None:
         """Raise StepError on every rank if one has submitted other transfers than its peers since the last time.
 
         `problems`: Transfers whose last messages this rank could not decode, each with the reason.
@@ -153,8 +153,9 @@ class Peers:
 
         comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
         comm.log.check(bytes(told.tolist()[1:]), comm.groups.all_gather_objects)
-        comm.record.end_step()
-        comm.watchdog.status.step += 1
+        if ends_step:
+            comm.record.end_step()
+            comm.watchdog.status.step += 1
 
 
 def _meet(groups: Groups) -> None:

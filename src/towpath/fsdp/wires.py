@@ -85,7 +85,7 @@ def wires(
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
     if exact or gradients is not None:
-        object.__setattr__(model, "towpath_wires", WiredModel(ranks))
+        object.__setattr__(model, "towpath_wires", WiredModel(model, ranks))
     if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
@@ -231,8 +231,17 @@ class ReduceScatter(_Comm):
 class WiredModel(Observable):
     """A model with wires, over one process group or several. `towpath.stats` and traces read it."""
 
-    def __init__(self, ranks: Sequence[WiredRanks]) -> None:
+    def __init__(self, model: nn.Module, ranks: Sequence[WiredRanks]) -> None:
         self._ranks = ranks
+        after: Any = torch.compiler.disable(self._after_forward)  # pyright: ignore[reportUnknownMemberType]
+        self._hooks = [each.register_forward_hook(after) for each in _outermost(model) if ranks]
+
+    @torch.inference_mode(False)
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        # A training pass is compared before its optimizer step.
+        if not (module.training and torch.is_grad_enabled()):
+            for each in self._ranks:
+                each.after_evaluation()
 
     @property
     def comms(self) -> list[CommContext]:
@@ -272,6 +281,17 @@ class WiredModel(Observable):
         raise no_copy()
 
     def leave(self) -> None:
-        """Wait for all transfers, and no longer watch optimizers."""
+        """Wait for all transfers, and no longer watch optimizers and forward passes."""
+        for hook in self._hooks:
+            hook.remove()
         for each in self._ranks:
             each.leave()
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of FSDP2 that are inside no other one: its root, or all blocks if only these are sharded."""
+    if isinstance(model, FSDPModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from _outermost(child)
