@@ -65,7 +65,8 @@ class Training:
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
         else:
             options["mesh"] = _mesh(shape, kind)
-            for module in (*self.model.blocks, self.model):
+            together: Any = [self.model.get_submodule(part) for part in options.pop("together", ())]
+            for module in (*([together] if together else ()), *self.model.blocks, self.model):
                 fully_shard(module, mp_policy=policy or MixedPrecisionPolicy(), **options)
         if wired:
             towpath.wires(self.model, topology=shape, **wires)
@@ -339,6 +340,22 @@ def _save_and_load(folder: Path) -> None:
         assert all(map(torch.equal, training.seen, fresh.seen))
 
 
+@on_ranks(2)
+def test_modules_that_are_sharded_together_are_gathered_once() -> None:
+    """torchtitan calls `fully_shard([norm, head])`, which makes one group of the parameters of several modules."""
+
+    def program(training: Training) -> None:
+        _accumulate_with_sync(training)
+        training.evaluate(5)
+
+    ours = compare(program, FLAT, 0.0, options={"together": ["tokens", "norm", "head"]})
+    names = "", "tokens", "blocks.0", "blocks.1"
+    assert ours.calls() == dict.fromkeys(names, 3)
+    assert ours.calls(TransferKind.GRAD_SYNC) == dict.fromkeys(names, 6)
+    towpath.wires(ours.model, False)
+    assert type(comms_of(ours.model.head)[0]).__module__.startswith("torch.")
+
+
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
@@ -571,6 +588,9 @@ def test_arguments_that_differ_or_are_unknown_are_refused_on_every_rank() -> Non
             towpath.wires(training.model, **({"topology": FLAT} | wrong))  # pyright: ignore
     with pytest.raises(ShardError, match=r"Linear has no module that FSDP2 has sharded.*Call fully_shard\(\) first"):
         towpath.wires(nn.Linear(2, 2))
+    for wrong in (None, [training.model]):
+        with pytest.raises(ConfigError, match=r"expected one model.*got .*(list|NoneType).*Call it for each"):
+            towpath.wires(wrong)  # pyright: ignore
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, lambda state, bucket: bucket)  # pyright: ignore
     with pytest.raises(ShardError, match="has a communication hook"):
