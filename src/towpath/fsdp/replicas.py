@@ -100,6 +100,7 @@ class _BucketSum:
             if plan.factored is not None:
                 self.transfers = peers.comm.bind(plan.transfers[TransferKind.GRAD_SYNC])
                 self._low_rank = LowRankSync(plan, plan.factored, self.transfers, buffer.device)
+                peers.keepers.add(self._low_rank)
         self.transfers = self.transfers or peers.bind(TransferKind.GRAD_SYNC, name, len(buffer), buffer.dtype)
 
     def average(self, buffer: torch.Tensor, workspace: Workspace) -> None:

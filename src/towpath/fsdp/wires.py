@@ -255,7 +255,11 @@ class WiredModel(Observable):
             transfers=totals.transfers,
             seconds_host=totals.seconds_host,
             last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
-            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            memory_bytes={
+                "weights of the column": on_device,
+                "feedback": sum(each.peers.feedback_bytes for each in self._ranks),
+                "wire": sum(c.queues.wire_buffer_bytes for c in comms),
+            },
             host_memory_bytes={"weights of the column": on_host} if on_host else {},
             buffers_made=sum(comm.queues.buffers_made for comm in comms),
         )
