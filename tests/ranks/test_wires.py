@@ -403,6 +403,38 @@ def test_codecs_of_gradients_round_and_feed_back(kind: str) -> None:
         assert 0 < errors[0] < most, (codec, errors)
         # What is rounded a second time, as the sum is shared out, is fed back, too.
         assert errors[-1] < errors[0] * 0.25, (codec, errors)
+        # What is rounded before each hop, and before the sums are shared out, by parameter. Each piece is padded to a block.
+        kept = towpath.stats(ours.model).memory_bytes["feedback"] / len(exact)
+        assert 1 <= kept / {"fsdp2": 4 / 2, "hsdp": 4 / 2 + 4 / 4, "ddp": 4 + 4 / 2 + 4 / 4}[kind] < 2, kept
+
+
+class Adapters(nn.Module):
+    """Two layers of one size, of which one is trained at a time: the other one is frozen, or not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, uses_large: bool) -> Tensor:
+        return self.large(x).sum() * 1e3 if uses_large else self.small(x).sum() * 1e-3
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+@on_ranks(2)
+def test_feedback_is_not_added_to_other_parameters_of_a_module(kind: str) -> None:
+    for freezes in (False, True):
+        torch.manual_seed(0)
+        model: Any = Adapters()
+        fully_shard(model, mesh=_mesh(FLAT, kind))
+        towpath.wires(model, gradients="int8", topology=FLAT)
+        for uses_large in (True, False, True, False):
+            model.zero_grad()
+            if freezes:
+                model.large.requires_grad_(uses_large)
+                model.small.requires_grad_(not uses_large)
+            model(torch.randn(8, 16), uses_large).backward()
+            if not uses_large:
+                assert 0 < float(whole(model.small.weight.grad).abs().max()) < 0.1, "not the large one's rounding error"
 
 
 # --- HSDP and DDP -----------------------------------------------------------------------------------------------------

@@ -43,6 +43,10 @@ def batch(number: int, rows: int = 1) -> Tensor:
     return torch.randn(rows, 16, generator=generator, dtype=torch.float64)
 
 
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def gradients(wired: bool, options: dict[str, Any]) -> list[Tensor]:
     """Train four steps of two rows on each of two ranks: gradients of rank four. Return all of them."""
     torch.manual_seed(0)
@@ -56,7 +60,7 @@ def gradients(wired: bool, options: dict[str, Any]) -> list[Tensor]:
             # DDP itself cannot begin a static graph inside `no_sync`.
             with nullcontext() if micro or "static_graph" in options else model.no_sync():
                 model(batch(2 * step + micro)).square().sum().backward()
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        seen += [grad.clone() for grad in grads(model)]
         optimizer.step()
         optimizer.zero_grad()
     if wired:
@@ -84,13 +88,13 @@ def test_matrices_of_higher_rank_are_fed_back() -> None:
     layer = nn.Linear(16, 16).double()
     model, rows = DistributedDataParallel(layer), batch(0, 32)
     model(rows).square().sum().backward()
-    exact = [p.grad.clone() for p in layer.parameters()]
+    exact = [grad.clone() for grad in grads(layer)]
     towpath.wires(model, gradients="low-rank:4", topology=FLAT)
     errors, mean = list[float](), [torch.zeros_like(each) for each in exact]
     for turn in range(1, 17):
         model.zero_grad()
         model(rows).square().sum().backward()
-        torch._foreach_add_(mean, [p.grad for p in layer.parameters()])
+        mean = [sum_ + grad for sum_, grad in zip(mean, grads(layer), strict=True)]
         errors.append(float((mean[0] / turn - exact[0]).norm() / exact[0].norm()))
         torch.testing.assert_close(mean[1] / turn, exact[1], rtol=1e-12, atol=1e-12)  # a vector is not factored
     assert 0.3 < errors[0] < 1, errors

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from towpath.core.transport import LOW_RANK
 from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
+from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
@@ -65,6 +67,8 @@ class Peers:
     comm: CommContext
     compared: tuple[RankTransfer, ...]  # the comparison before each step
     hold: str | None
+    # What may keep tensors from one step to the next: transfers of gradients, and syncs in low rank.
+    keepers: WeakSet[RankTransfer | LowRankSync] = field(default_factory=WeakSet)
 
     @staticmethod
     def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
@@ -117,7 +121,7 @@ class Peers:
                 f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got {name} gradients of {unit or 'root'}. "
                 "Reduce in float32 (with FSDP2, reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
             )
-        return self.comm.bind(
+        bound = self.comm.bind(
             Transfer(
                 kind,
                 Range(unit, name, elements // move.regions, name),
@@ -128,6 +132,15 @@ class Peers:
             )
             for move in getattr(strategy.moves, kind.value)
         )
+        if kind is TransferKind.GRAD_SYNC:
+            self.keepers.update(bound)
+        return bound
+
+    @property
+    def feedback_bytes(self) -> int:
+        """The bytes of what codecs keep of gradients for the next step."""
+        states = (each.state if isinstance(each, LowRankSync) else each.collective.state for each in self.keepers)
+        return sum(kept.nbytes for state in states for kept in state)
 
     def submit(
         self, kind: TransferKind, transfers: Sequence[RankTransfer], works: Sequence[Work], after: Sequence[Handle] = ()

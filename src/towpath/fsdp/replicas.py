@@ -23,33 +23,20 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.errors import ShardError
+from towpath.fsdp.fields import trained_in
 from towpath.fsdp.peers import Peers, Wishes, factor_of
 from towpath.topology.cluster import Topology
-
-
-@final
-class ReplicaSums:
-    """Sums of flat buffers over all ranks of a process group. All ranks sum the same buffers in one order."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
-        self._bound: dict[tuple[str, int, torch.dtype], RankTransfer] = {}
-
-    def of(self, name: str, buffer: torch.Tensor) -> RankTransfer:
-        """Return the transfer that replaces a buffer like `buffer` by its sum."""
-        key = name, len(buffer), buffer.dtype
-        if key not in self._bound:
-            [self._bound[key]] = self.peers.bind(TransferKind.GRAD_SYNC, *key)
-        return self._bound[key]
 
 
 @final
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of a module's replicas, as FSDP2 uses it: to reduce gradients, and for nothing else."""
 
-    def __init__(self, stock: dist.ProcessGroup, name: str, sums: ReplicaSums) -> None:
+    def __init__(self, stock: dist.ProcessGroup, name: str, module: Any, peers: Peers) -> None:
         super().__init__(stock.rank(), stock.size())  # pyright: ignore[reportCallIssue]
-        self.stock, self._sums, self._unit = stock, sums, name
+        self.stock, self._unit, self._module, self._peers = stock, name, module, peers
+        # By the dtype, the size and, with a codec, the parameters of a buffer.
+        self._bound: dict[tuple[torch.dtype, int, tuple[int, ...] | None], RankTransfer] = {}
 
     # PyTorch looks up a group whose collective has failed. It would report that it does not know this one.
 
@@ -63,10 +50,16 @@ class ReplicaGroup(dist.ProcessGroup):
         self, tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Reduce a flat buffer in place, in the order of the current stream."""
-        [buffer] = tensors
-        transfer = self._sums.of(self._unit, buffer)
+        [buffer], peers = tensors, self._peers
+        trained = trained_in(self._module, len(buffer)) if peers.strategy.grad_sync.encoding else None
+        key = buffer.dtype, len(buffer), trained
+        if key not in self._bound:
+            [self._bound[key]] = peers.bind(TransferKind.GRAD_SYNC, self._unit, len(buffer), buffer.dtype)
+        transfer = self._bound[key]
+        if trained is None:
+            transfer.collective.restart()  # what it has rounded away may belong to other parameters
         work = partial(transfer.run, buffer, buffer)
-        self._sums.peers.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()
+        peers.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()
         factor = factor_of(opts.reduceOp, self.size())
         if factor != 1:
             buffer.mul_(factor)
@@ -107,6 +100,7 @@ class _BucketSum:
             if plan.factored is not None:
                 self.transfers = peers.comm.bind(plan.transfers[TransferKind.GRAD_SYNC])
                 self._low_rank = LowRankSync(plan, plan.factored, self.transfers, buffer.device)
+                peers.keepers.add(self._low_rank)
         self.transfers = self.transfers or peers.bind(TransferKind.GRAD_SYNC, name, len(buffer), buffer.dtype)
 
     def average(self, buffer: torch.Tensor, workspace: Workspace) -> None:

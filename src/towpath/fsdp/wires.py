@@ -21,7 +21,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, matrix_of, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -155,10 +155,9 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: 
     if peers.nodes == 1:
         return None
     if is_replica:
-        wired, sums = WiredRanks(peers, partial(_parameters, modules)), ReplicaSums(peers)
         for name, module in modules:
-            set_replicate_group(module, ReplicaGroup(group, name, sums))
-        return wired
+            set_replicate_group(module, ReplicaGroup(group, name, module, peers))
+        return WiredRanks(peers, partial(_parameters, modules))
     specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
     peers.comm.share(peers.strategy, plans)
@@ -261,7 +260,11 @@ class WiredModel(Observable):
             transfers=totals.transfers,
             seconds_host=totals.seconds_host,
             last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
-            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            memory_bytes={
+                "weights of the column": on_device,
+                "feedback": sum(each.peers.feedback_bytes for each in self._ranks),
+                "wire": sum(c.queues.wire_buffer_bytes for c in comms),
+            },
             host_memory_bytes={"weights of the column": on_host} if on_host else {},
             buffers_made=sum(comm.queues.buffers_made for comm in comms),
         )
