@@ -86,6 +86,7 @@ class _Operator:
 
     is_view: bool
     in_place: bool
+    tensors: tuple[int, ...]  # the positions of its parameters that are tensors
     written: tuple[tuple[int, str], ...]  # the positions and names of the arguments that it writes
     takes_host_scalars: bool
     takes_host_indices: bool
@@ -100,6 +101,7 @@ class _Operator:
         return _Operator(
             is_view=any(alias is not None and not alias.is_write for alias in aliases),
             in_place=name in _IN_PLACE,
+            tensors=tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"),
             written=tuple((i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info is not None),
             takes_host_scalars=any(torch.Tag.pointwise in each.tags for each in overloads) or name == "fill_",
             takes_host_indices=name in _TAKE_HOST_INDICES,
@@ -136,7 +138,9 @@ class Device:
         on_cpu, named = tree_map_only(torch.Tensor, lent, (args, kwargs))
         if any(argument.name == "device" for argument in op._schema.arguments):
             named["device"] = torch.device("cpu")
-        out = op(*on_cpu, **named)
+        # PyTorch hands numbers over as they are, also to parameters that are tensors. Another overload takes them.
+        has_number = any(i < len(args) and isinstance(args[i], (int, float)) for i in known.tensors)
+        out = (op.overloadpacket if has_number else op)(*on_cpu, **named)
         for position, name in known.written:
             for alias in tree_leaves(on_cpu[position] if position < len(on_cpu) else named.get(name)):
                 if isinstance(alias, torch.Tensor) and id(alias) in originals:
