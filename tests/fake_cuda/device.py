@@ -24,6 +24,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,10 @@ _READ_BY_HOST = {
 _IN_PLACE = {"set_", "resize_", "resize_as_"}
 # On a GPU they take indices from the host: they copy them to the device first, and wait.
 _TAKE_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+
+
+# Called on each thread that an operator runs on, if it is not traced: autograd's threads are not Python's own.
+on_new_thread: Callable[[], None] | None = None
 
 
 @cache
@@ -118,6 +123,8 @@ class Device:
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator that has at least one argument on the device, or makes a tensor there."""
+        if on_new_thread is not None and sys.gettrace() is None:
+            on_new_thread()
         known = _Operator.of(op)
         if known.is_view or known.in_place:
             return op.redispatch(_CPU, *args, **kwargs)

@@ -65,6 +65,8 @@ class Runtime:
     def waited(self, what: str, until: int | None = None) -> None:
         """Note that the host waits until the device has done `until` operations: by default, all of them."""
         until = self.device.launched if until is None else until
+        if self.is_done(until) and what == "Event.synchronize":
+            return
         # Other threads of Python may wait: the training thread does not wait with them. Those of autograd are dummies.
         thread = threading.current_thread()
         elsewhere = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
