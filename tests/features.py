@@ -73,7 +73,7 @@ FEATURES = (
     _feature(
         "wires under FSDP2 and DDP",
         lab="wire_bytes",
-        ranks="wires wires_frameworks wires_misuse",
+        ranks="wires wires_ddp wires_frameworks wires_misuse",
         unit="wire_launches",
     ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -20,7 +21,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -72,6 +73,8 @@ def wires(
     """
     if type(exact) is not bool or hold not in (None, "device", "host"):
         raise ConfigError(f"wires(): exact= is a bool and hold= is 'device', 'host' or None; got {exact!r}, {hold!r}.")
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"wires(): expected one model, an nn.Module; got {type(model)}. Call it for each model.")
     wishes = Wishes(exact, gradients, hold, topology)
     before = getattr(model, "towpath_wires", None)
     if isinstance(before, WiredModel):
@@ -83,7 +86,7 @@ def wires(
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
     if exact or gradients is not None:
-        object.__setattr__(model, "towpath_wires", WiredModel(ranks))
+        object.__setattr__(model, "towpath_wires", WiredModel(model, ranks))
     if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
@@ -94,7 +97,7 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if hooks and not states:
         raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
     state = states[0] if states else BucketSums(group=model.process_group)
-    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    state.wishes = replace(wishes, takes_matrices=True) if wishes.exact or wishes.gradients is not None else None
     if not states and state.wishes is not None:
         model.register_comm_hook(state, sum_bucket)
     if state.wishes is None:
@@ -103,6 +106,8 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
+    if (codec := peers.strategy.grad_sync.low_rank) is not None:
+        codec.check("wires()", (matrix_of(each) for each in model.parameters() if each.requires_grad))
     return WiredRanks(peers, partial(_compared, model))
 
 
@@ -112,12 +117,15 @@ def _compared(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
 
 
 def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
-    if not modules:
+    sharded = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
+    if not sharded:
         raise ShardError(
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
+    # The modules of `fully_shard([norm, head])` have one group of parameters, which is gathered once.
+    firsts = {id(param_groups(module)[0]): (name, module) for name, module in reversed(sharded)}
+    modules = list(reversed(firsts.values()))
     for _, module in modules:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
@@ -147,10 +155,9 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: 
     if peers.nodes == 1:
         return None
     if is_replica:
-        wired, sums = WiredRanks(peers, partial(_parameters, modules)), ReplicaSums(peers)
         for name, module in modules:
-            set_replicate_group(module, ReplicaGroup(group, name, sums))
-        return wired
+            set_replicate_group(module, ReplicaGroup(group, name, module, peers))
+        return WiredRanks(peers, partial(_parameters, modules))
     specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
     peers.comm.share(peers.strategy, plans)
@@ -226,8 +233,17 @@ class ReduceScatter(_Comm):
 class WiredModel(Observable):
     """A model with wires, over one process group or several. `towpath.stats` and traces read it."""
 
-    def __init__(self, ranks: Sequence[WiredRanks]) -> None:
+    def __init__(self, model: nn.Module, ranks: Sequence[WiredRanks]) -> None:
         self._ranks = ranks
+        after: Any = torch.compiler.disable(self._after_forward)  # pyright: ignore[reportUnknownMemberType]
+        self._hooks = [each.register_forward_hook(after) for each in _outermost(model) if ranks]
+
+    @torch.inference_mode(False)
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        # A training pass is compared before its optimizer step.
+        if not (module.training and torch.is_grad_enabled()):
+            for each in self._ranks:
+                each.after_evaluation()
 
     @property
     def comms(self) -> list[CommContext]:
@@ -244,7 +260,11 @@ class WiredModel(Observable):
             transfers=totals.transfers,
             seconds_host=totals.seconds_host,
             last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
-            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            memory_bytes={
+                "weights of the column": on_device,
+                "feedback": sum(each.peers.feedback_bytes for each in self._ranks),
+                "wire": sum(c.queues.wire_buffer_bytes for c in comms),
+            },
             host_memory_bytes={"weights of the column": on_host} if on_host else {},
             buffers_made=sum(comm.queues.buffers_made for comm in comms),
         )
@@ -267,6 +287,17 @@ class WiredModel(Observable):
         raise no_copy()
 
     def leave(self) -> None:
-        """Wait for all transfers, and no longer watch optimizers."""
+        """Wait for all transfers, and no longer watch optimizers and forward passes."""
+        for hook in self._hooks:
+            hook.remove()
         for each in self._ranks:
             each.leave()
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of FSDP2 that are inside no other one: its root, or all blocks if only these are sharded."""
+    if isinstance(model, FSDPModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from _outermost(child)
