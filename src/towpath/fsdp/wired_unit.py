@@ -66,7 +66,8 @@ class _ColumnWeights:
     def on_device(self) -> torch.Tensor:
         """Return what the column holds, in the device's memory."""
         # A copy belongs to the stream that makes it, and is used on no other one.
-        return self.held if self.held.device == self.peers.comm.device else self.held.to(self.peers.comm.device)
+        device = self.peers.comm.device
+        return self.held if self.held.device == device else self.held.to(device, non_blocking=True)
 
     def run(self, workspace: Workspace) -> None:
         """Send this rank's slice, and receive those of the others."""
