@@ -218,6 +218,10 @@ class OuterSteps:
                 actions += self._apply(fragment)
         return actions
 
+    def applies_before(self, step: int) -> bool:
+        """Return whether `advance(step)` applies an exchange."""
+        return any(self._outer.fragments_applied_after(each) for each in range(self.done + 1, step + 1))
+
     def average(self) -> list[Action]:
         """Return the actions that apply the exchanges under way now, and then average the weights of all islands."""
         actions = [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
