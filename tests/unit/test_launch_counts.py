@@ -33,6 +33,7 @@ FEEDBACK = ("first", "both")
 MOST_CALLS = 8
 MOST_CODECS = {Op.ALL_GATHER: 3, Op.REDUCE_SCATTER: 12, Op.ALL_REDUCE: 15}
 PARTS = 4
+# On many nodes, where zero1 to zero3 are flat. On few nodes they use columns and rows.
 MOST_COMMUNICATORS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
 
 
@@ -99,7 +100,7 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
         with fake_world(*shape) as (topology, launches):
             _train(topology, name)
         _check(launches, feedback=False)
-        most = MOST_COMMUNICATORS.get(name, 3)
+        most = 3 if name != "ddp" and shape != (8, 8) else MOST_COMMUNICATORS.get(name, 3)
         assert len(launches.communicators) <= most, (name, launches.communicators)
 
 
@@ -153,7 +154,7 @@ class TwoDtypes(nn.Linear):
         return super().forward(input) * self.gain.float()
 
 
-@pytest.mark.parametrize("name, most", [("zero3", 2), ("mics", 2), ("zero3 route=hierarchical", 0)])
+@pytest.mark.parametrize("name, most", [("zero3 route=flat", 2), ("mics", 2), ("zero3", 0)])
 def test_small_buckets_of_a_unit_are_reduced_together(name: str, most: int) -> None:
     with fake_world(2, 8) as (topology, launches):
         made = parse_strategy(name, topology)
