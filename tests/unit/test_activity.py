@@ -17,7 +17,7 @@ import torch
 
 from towpath import daemons
 from towpath.core.placement import GroupCollective
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
+from towpath.core.queues import HOST_EXCHANGES, MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
@@ -134,6 +134,7 @@ def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
     device = torch.device("cuda")
     kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in TransferKind}
+    assert type(make_stream(HOST_EXCHANGES, device, 1)) is ThreadStream  # so are exchanges from host memory
     assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == set(BETWEEN_HOSTS)
     assert {stream for kind, stream in kinds.items() if kind not in BETWEEN_HOSTS} == {CudaStream}
 

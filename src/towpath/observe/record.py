@@ -336,8 +336,8 @@ class Record:
             ]
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
-        """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
-        return self._host_timer if transfers and transfers[0].kind in BETWEEN_HOSTS else self.timer
+        """Return the timer of the device that executes these transfers. The hosts send some of them."""
+        return self._host_timer if transfers and transfers[0].between_hosts else self.timer
 
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""
