@@ -24,7 +24,7 @@ from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.agree.status import is_capturing
+from towpath.engine.agree.status import has_ended, is_capturing, relaxed
 from towpath.errors import StepError
 from towpath.observe.record import Record, TransferWait, profiled
 
@@ -205,7 +205,8 @@ class _CudaHandle(Handle):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def block(self) -> None:
-        self._event.synchronize()
+        with relaxed():
+            self._event.synchronize()
 
     def wait(self, on_host: bool = False) -> None:
         """Let the current stream wait, and with `on_host` the host, too. Record the time."""
@@ -215,7 +216,7 @@ class _CudaHandle(Handle):
             return
         with self._waiting.profiled():
             # Once the job has ended, there is no wait to time.
-            if not self._waiting.is_timed or self._event.query():
+            if not self._waiting.is_timed or has_ended(self._event):
                 self._wait(on_host)
                 return
             began = self._waiting.mark()

@@ -24,6 +24,7 @@ from towpath.collectives.collective import Workspace
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.status import has_ended
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
@@ -75,7 +76,7 @@ class DeviceTimer(Timer):
         return event
 
     def is_known(self, mark: Mark) -> bool:
-        return not isinstance(mark, torch.cuda.Event) or mark.query()
+        return not isinstance(mark, torch.cuda.Event) or has_ended(mark)
 
     def seconds(self, began: Mark, ended: Mark) -> float:
         if not isinstance(began, torch.cuda.Event):
