@@ -378,7 +378,7 @@ def test_codecs_of_gradients_round_and_feed_back(kind: str) -> None:
         assert 0 < errors[0] < most, (codec, errors)
         # What is rounded a second time, as the sum is shared out, is fed back, too.
         assert errors[-1] < errors[0] * 0.25, (codec, errors)
-        # What is rounded before each hop, and before the sums are shared out, by parameter. Each piece is padded to a block.
+        # What is rounded before each hop, and before the sums are shared out, for each parameter. Pieces are padded.
         kept = towpath.stats(ours.model).memory_bytes["feedback"] / len(exact)
         assert 1 <= kept / {"fsdp2": 4 / 2, "hsdp": 4 / 2 + 4 / 4, "ddp": 4 + 4 / 2 + 4 / 4}[kind] < 2, kept
 
