@@ -151,7 +151,8 @@ class BucketSums:
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks, while the backward pass goes on."""
         buffer: torch.Tensor = bucket.buffer()
-        if self.wishes is None:  # the wires were taken away, and DDP keeps its hook
+        # If the wires were taken away, DDP keeps its hook. Sparse gradients have a bucket of their own, of any length.
+        if self.wishes is None or buffer.is_sparse:
             work = dist.all_reduce(buffer.div_(dist.get_world_size(self._group)), group=self._group, async_op=True)
             assert work is not None
             return work.get_future().then(_first)
