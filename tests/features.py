@@ -28,6 +28,7 @@ def _feature(name: str, **names: str) -> Feature:
 FEATURES = (
     _feature(
         "strategies and placements",
+        fake_cuda="steps",
         lab="bytes",
         order="order",
         ranks="""
@@ -89,6 +90,7 @@ FEATURES = (
 )
 
 OTHER = _files(
+    fake_cuda="device",
     lab="clusters command lab lab_page leftovers",
     ranks="""
             bench_failures demo examples gpu_script install pages server train train_command train_models

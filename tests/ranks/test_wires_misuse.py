@@ -259,3 +259,45 @@ def test_ranks_compare_over_several_groups_in_one_order() -> None:
     for model in models:
         model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_ranks_that_step_with_other_options_are_reported_before_the_step() -> None:
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    optimizer.param_groups[0]["lr"] = (0.1, 0.2)[dist.get_rank()]
+    with pytest.raises(StepError, match=r"different programs.*SGD.step\(\) with lr=0.1.*SGD.step\(\) with lr=0.2"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("form", ["a keyword", "an argument"])
+@on_ranks(2)
+def test_passes_of_a_closure_are_compared_before_its_step(form: str) -> None:
+    """Lightning and LBFGS pass the forward and backward passes to `step`."""
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4, dtype=torch.float64)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    def step() -> torch.Tensor:
+        return optimizer.step(closure=closure) if form == "a keyword" else optimizer.step(closure)  # pyright: ignore
+
+    assert [step().item(), step().item()] == losses
+    assert losses[1] < losses[0]
+    before = [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore
+    if dist.get_rank():
+        model[1], model[2] = model[2], model[1]
+    with pytest.raises(StepError, match="the ranks ran different units"):
+        step()
+    if dist.get_rank():
+        model[1], model[2] = model[2], model[1]
+    assert all(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))  # pyright: ignore

@@ -73,6 +73,8 @@ def wires(
     """
     if type(exact) is not bool or hold not in (None, "device", "host"):
         raise ConfigError(f"wires(): exact= is a bool and hold= is 'device', 'host' or None; got {exact!r}, {hold!r}.")
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"wires(): expected one model, an nn.Module; got {type(model)}. Call it for each model.")
     wishes = Wishes(exact, gradients, hold, topology)
     before = getattr(model, "towpath_wires", None)
     if isinstance(before, WiredModel):
@@ -115,12 +117,15 @@ def _compared(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
 
 
 def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
-    if not modules:
+    sharded = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
+    if not sharded:
         raise ShardError(
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
+    # The modules of `fully_shard([norm, head])` have one group of parameters, which is gathered once.
+    firsts = {id(param_groups(module)[0]): (name, module) for name, module in reversed(sharded)}
+    modules = list(reversed(firsts.values()))
     for _, module in modules:
         _restore(module)
     if wishes.exact is False and wishes.gradients is None:
