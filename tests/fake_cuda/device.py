@@ -24,6 +24,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,10 @@ _READ_BY_HOST = {
 _IN_PLACE = {"set_", "resize_", "resize_as_"}
 # On a GPU they take indices from the host: they copy them to the device first, and wait.
 _TAKE_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+
+
+# Called on each thread that an operator runs on, if it is not traced: autograd's threads are not Python's own.
+on_new_thread: Callable[[], None] | None = None
 
 
 @cache
@@ -86,6 +91,7 @@ class _Operator:
 
     is_view: bool
     in_place: bool
+    tensors: tuple[int, ...]  # the positions of its parameters that are tensors
     written: tuple[tuple[int, str], ...]  # the positions and names of the arguments that it writes
     takes_host_scalars: bool
     takes_host_indices: bool
@@ -100,6 +106,7 @@ class _Operator:
         return _Operator(
             is_view=any(alias is not None and not alias.is_write for alias in aliases),
             in_place=name in _IN_PLACE,
+            tensors=tuple(i for i, a in enumerate(op._schema.arguments) if str(a.type) == "Tensor"),
             written=tuple((i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info is not None),
             takes_host_scalars=any(torch.Tag.pointwise in each.tags for each in overloads) or name == "fill_",
             takes_host_indices=name in _TAKE_HOST_INDICES,
@@ -116,6 +123,8 @@ class Device:
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator that has at least one argument on the device, or makes a tensor there."""
+        if on_new_thread is not None and sys.gettrace() is None:
+            on_new_thread()
         known = _Operator.of(op)
         if known.is_view or known.in_place:
             return op.redispatch(_CPU, *args, **kwargs)
@@ -136,7 +145,9 @@ class Device:
         on_cpu, named = tree_map_only(torch.Tensor, lent, (args, kwargs))
         if any(argument.name == "device" for argument in op._schema.arguments):
             named["device"] = torch.device("cpu")
-        out = op(*on_cpu, **named)
+        # PyTorch hands numbers over as they are, also to parameters that are tensors. Another overload takes them.
+        has_number = any(i < len(args) and isinstance(args[i], (int, float)) for i in known.tensors)
+        out = (op.overloadpacket if has_number else op)(*on_cpu, **named)
         for position, name in known.written:
             for alias in tree_leaves(on_cpu[position] if position < len(on_cpu) else named.get(name)):
                 if isinstance(alias, torch.Tensor) and id(alias) in originals:

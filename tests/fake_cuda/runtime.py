@@ -35,12 +35,13 @@ class Wait:
     """A wait of the host for the device."""
 
     what: str
-    place: str  # file:line in the sources, or "" if nothing of them was on the stack
+    places: tuple[str, ...]  # file:line of each frame in the sources, the innermost first
     left: int  # the operations that the device still has when the host goes on. 0 is a drained device.
     elsewhere: bool  # on a thread beside the training thread and autograd's
 
     def __str__(self) -> str:
-        return f"{self.place or 'outside the sources'}: {self.what}, with {self.left} operations left"
+        where = " < ".join(self.places[:4]) or "outside the sources"
+        return f"{where}: {self.what}, with {self.left} operations left"
 
 
 class HostWaitError(AssertionError):
@@ -64,10 +65,12 @@ class Runtime:
     def waited(self, what: str, until: int | None = None) -> None:
         """Note that the host waits until the device has done `until` operations: by default, all of them."""
         until = self.device.launched if until is None else until
+        if self.is_done(until) and what == "Event.synchronize":
+            return
         # Other threads of Python may wait: the training thread does not wait with them. Those of autograd are dummies.
         thread = threading.current_thread()
         elsewhere = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
-        wait = Wait(what, _place(), self.device.launched - until, elsewhere)
+        wait = Wait(what, _places(), self.device.launched - until, elsewhere)
         self.done = max(self.done, until)
         self.waits.append(wait)
         if self.refused and not elsewhere:
@@ -97,14 +100,14 @@ class Runtime:
         return self.streams[library().fake_cuda_stream()]
 
 
-def _place() -> str:
-    """Return file:line of the innermost frame in the sources."""
+def _places() -> tuple[str, ...]:
+    found: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(_SOURCES):
-            return f"{frame.f_code.co_filename[len(_SOURCES) + 1 :]}:{frame.f_lineno}"
+            found.append(f"{frame.f_code.co_filename[len(_SOURCES) + 1 :]}:{frame.f_lineno}")
         frame = frame.f_back
-    return ""
+    return tuple(found)
 
 
 _runtime: Runtime | None = None  # the one that runs

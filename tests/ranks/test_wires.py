@@ -30,7 +30,7 @@ from tests.ranks.twin import error_of
 from towpath import Topology, tracing
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError, MismatchError, ShardError, StepError
-from towpath.fsdp.fields import comms_of, shards_of
+from towpath.fsdp.fields import comms_of, param_groups, shards_of
 
 GPT = MODELS["gpt"]  # its embedding is tied to its output layer
 FLAT, SQUARE = Topology(2, 1), Topology(2, 2)
@@ -403,7 +403,7 @@ def test_codecs_of_gradients_round_and_feed_back(kind: str) -> None:
         assert 0 < errors[0] < most, (codec, errors)
         # What is rounded a second time, as the sum is shared out, is fed back, too.
         assert errors[-1] < errors[0] * 0.25, (codec, errors)
-        # What is rounded before each hop, and before the sums are shared out, for each parameter. Pieces are padded.
+        # What is rounded before each hop, and before sums are shared out, by parameter. Pieces are padded to blocks.
         kept = towpath.stats(ours.model).memory_bytes["feedback"] / len(exact)
         assert 1 <= kept / {"fsdp2": 4 / 2, "hsdp": 4 / 2 + 4 / 4, "ddp": 4 + 4 / 2 + 4 / 4}[kind] < 2, kept
 
@@ -632,12 +632,41 @@ def test_arguments_that_differ_or_are_unknown_are_refused_on_every_rank() -> Non
     _plain(training)
 
 
+@pytest.mark.skipif(not hasattr(FSDPMeshInfo, "is_spmd_mesh"), reason="a module of this PyTorch has one mesh")
 @on_ranks(4)
-def test_a_module_over_several_meshes_is_refused_on_every_rank() -> None:
+def test_a_module_over_several_meshes_computes_what_it_computes_without_wires() -> None:
+    """torchtitan shards a block's experts over other ranks than the rest of the block."""
     mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("a", "b"))
-    module: Any = nn.Linear(4, 4)
-    both = FSDPMeshInfo(mesh["b"], 0), FSDPMeshInfo(init_device_mesh(DEVICE.type, (4,)), 0)
-    placed = dict(zip(module.parameters(), both, strict=True))
-    fully_shard(module, mesh=mesh["b"], shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), placed[p]))
-    with pytest.raises(ShardError, match=r"module root has parameters over several meshes.*Call fully_shard\(\)"):
-        towpath.wires(module, topology=SQUARE)
+    everyone = init_device_mesh(DEVICE.type, (4,))
+    seen: list[list[Tensor]] = []
+    for wired in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        for layer in model:
+            meshes = FSDPMeshInfo(mesh["a"], 0), FSDPMeshInfo(everyone, 0)
+            placed = {
+                p: ShardPlacementResult(Shard(0), info) for p, info in zip(layer.parameters(), meshes, strict=True)
+            }
+            fully_shard(layer, mesh=everyone, shard_placement_fn=placed.get)
+        fully_shard(model, mesh=everyone)
+        stock = comms_of(param_groups(model[0])[1])
+        if wired:
+            towpath.wires(model, topology=SQUARE)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
+        for step in range(4):
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        seen.append(losses)
+        if wired:
+            sent = {
+                s.transfer.payload.unit for s in towpath.stats(model).transfers if s.transfer.kind.value == "param_sync"
+            }  # pyright: ignore
+            assert sent == {"0", "0 (mesh 2)", "1", "1 (mesh 2)"}
+            towpath.wires(model, False)
+            assert comms_of(param_groups(model[0])[1]) == stock
+    for expected, found in zip(*seen, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)

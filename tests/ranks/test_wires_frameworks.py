@@ -326,7 +326,7 @@ def _lightning(line: Line | None, place: str) -> list[float]:
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=2))
     if line and place == "ddp_comm_hook":
         assert state._sums is not None
-        _check_sent(state._sums.peers.comm.record.totals().transfers)
+        _check_sent(state._peers.comm.record.totals().transfers)
     return module.losses
 
 

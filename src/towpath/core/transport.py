@@ -154,6 +154,7 @@ class Transport:
         after: The codec is used from this optimizer step on. Before `after` and from `until` on, nothing is encoded.
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
             one may be faster without a codec.
+        nccl_route: The route over NCCL of what is not encoded. None means the same as elsewhere.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
         exact: Send what no codec encodes in fewer bytes, without losing a bit (`codecs/exact`). Only for
             gradients and the parameter sync.
@@ -165,11 +166,12 @@ class Transport:
     until: int = 0
     after: int = 0
     plain_route: Route | None = None
+    nccl_route: Route | None = None
     served: bool = False
     exact: bool = False
 
     def __post_init__(self) -> None:
-        for route in (self.route, self.plain_route or self.route):
+        for route in self._routes:
             if route not in ROUTES:
                 raise ConfigError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
@@ -209,7 +211,19 @@ class Transport:
         serves = self.after <= step and not 0 < self.until <= step
         if serves or self.codec == "none":
             return self
-        return Transport(self.plain_route or self.route, self.codec, served=True, exact=self.exact)
+        route = self.plain_route or self.route
+        return Transport(route, self.codec, nccl_route=self.nccl_route, served=True, exact=self.exact)
+
+    def in_form(self, form: Form) -> Transport:
+        """Return the transport with the route that it takes in `form`, and none for another form."""
+        if self.nccl_route is None:
+            return self
+        in_calls = form is Form.COLLECTIVES and self.encoding is None
+        return replace(self, route=self.nccl_route if in_calls else self.route, nccl_route=None)
+
+    @property
+    def _routes(self) -> list[Route]:
+        return [route for route in (self.route, self.plain_route, self.nccl_route) if route is not None]
 
     @property
     def changes(self) -> set[int]:
@@ -285,7 +299,7 @@ class Transport:
                 f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
             )
         if op is Op.SEND:
-            for route in (self.route, self.plain_route or "flat"):
+            for route in self._routes:
                 if route != "flat":
                     raise ConfigError(f"{what}: a message from one rank to another has no route; got {route!r}.")
             if self.feedback not in ("none", "first"):
@@ -326,5 +340,6 @@ class Transport:
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""
         plain = f", otherwise {self.plain_route}" if self.plain_route else ""
+        plain += f", over NCCL {self.nccl_route}" if self.nccl_route else ""
         exact = ", exact" if self.exact and (not codec or self.changes) else ""
         return self.route + codec + exact + kept + since + until + plain

@@ -138,6 +138,7 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
     # For each model, the names of its parameters in each group. An optimizer may step several models, and other ranks
     # may have other ones, as the stages of a pipeline.
     stepped: dict[Program, dict[int, list[str]]] = {}
+    engines: dict[Program, Engine | None] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -145,6 +146,8 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 stepped.setdefault(program, {}).setdefault(number, []).append(parameter.shard_spec.name)
+                if program not in engines:
+                    engines[program] = engine_of_parameter(parameter)
     if stepped and beside and optimizer not in _warned:
         _warned.add(optimizer)
         _LOG.warning(
@@ -154,6 +157,9 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
         )
     for program, groups in stepped.items():
         program.stepped(_name(optimizer), _details(optimizer, groups))
+    for engine in engines.values():
+        if engine is not None:
+            engine.optimizer_stepped(optimizer)
 
 
 def note_step(optimizer: Optimizer, names: Mapping[int, str], log: CollectiveLog) -> None:

@@ -72,7 +72,7 @@ class WiredRanks:
 
     def after_step(self, optimizer: Optimizer, stepped: set[int]) -> None:
         """Send the shards of units that have parameters with these ids."""
-        changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module)))
+        changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.owner)))
         sending = [unit for unit in changed if unit.take_shard()]
         # On a GPU, ranks also learn here whether one of them has found weights that were written through `.data`.
         if sending and (self.peers.comm.device.type == "cuda" or any(unit.encoding for unit in sending)):

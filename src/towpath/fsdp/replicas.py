@@ -32,9 +32,9 @@ from towpath.topology.cluster import Topology
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of a module's replicas, as FSDP2 uses it: to reduce gradients, and for nothing else."""
 
-    def __init__(self, stock: dist.ProcessGroup, name: str, module: Any, peers: Peers) -> None:
+    def __init__(self, stock: dist.ProcessGroup, name: str, owner: Any, peers: Peers) -> None:
         super().__init__(stock.rank(), stock.size())  # pyright: ignore[reportCallIssue]
-        self.stock, self._unit, self._module, self._peers = stock, name, module, peers
+        self.stock, self._unit, self._owner, self._peers = stock, name, owner, peers
         # By the dtype, the size and, with a codec, the parameters of a buffer.
         self._bound: dict[tuple[torch.dtype, int, tuple[int, ...] | None], RankTransfer] = {}
 
@@ -51,7 +51,7 @@ class ReplicaGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Reduce a flat buffer in place, in the order of the current stream."""
         [buffer], peers = tensors, self._peers
-        trained = trained_in(self._module, len(buffer)) if peers.strategy.grad_sync.encoding else None
+        trained = trained_in(self._owner, len(buffer)) if peers.strategy.grad_sync.encoding else None
         key = buffer.dtype, len(buffer), trained
         if key not in self._bound:
             [self._bound[key]] = peers.bind(TransferKind.GRAD_SYNC, self._unit, len(buffer), buffer.dtype)

@@ -19,7 +19,15 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.comm import CommContext
 from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
-from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
+from towpath.fsdp.fields import (
+    comms_of,
+    dtypes_of,
+    groups_of,
+    param_groups,
+    parameters_of,
+    set_comms,
+    set_replicate_group,
+)
 from towpath.fsdp.peers import Peers, Wishes
 from towpath.fsdp.replicas import BucketSums, ReplicaGroup, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
@@ -33,7 +41,7 @@ from towpath.topology.groups import Groups
 
 _LOG = logger("wires")
 
-Modules = Sequence[tuple[str, FSDPModule]]
+Owners = Sequence[tuple[str, Any]]  # groups of parameters, each with a name
 
 
 def wires(
@@ -67,7 +75,7 @@ def wires(
         topology: The number of nodes and of ranks per node. Detected by default.
 
     Raises:
-        ShardError: The model is not sharded by FSDP2, or a module over several meshes.
+        ShardError: The model is not sharded by FSDP2.
         ConfigError: The codec is unknown, or the topology does not fit.
         MismatchError: The ranks passed different models or arguments.
     """
@@ -117,76 +125,67 @@ def _compared(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
 
 
 def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
-    sharded = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
-    if not sharded:
+    groups: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        for number, each in enumerate(param_groups(module) if isinstance(module, FSDPModule) else ()):
+            # The modules of `fully_shard([norm, head])` share a group, which is gathered once.
+            groups.setdefault(id(each), (f"{name} (mesh {number + 1})" if number else name, each))
+    if not groups:
         raise ShardError(
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
-    # The modules of `fully_shard([norm, head])` have one group of parameters, which is gathered once.
-    firsts = {id(param_groups(module)[0]): (name, module) for name, module in reversed(sharded)}
-    modules = list(reversed(firsts.values()))
-    for _, module in modules:
-        _restore(module)
+    owners = list(groups.values())
+    for _, owner in owners:
+        _restore(owner)
     if wishes.exact is False and wishes.gradients is None:
         return []
-    several = [name or "root" for name, module in modules if len(param_groups(module)) > 1]
-    if several:
-        raise ShardError(
-            f"wires(): module {several[0]} has parameters over several meshes, which share one all-gather. Call "
-            "fully_shard() on a module of their own for those over another mesh, without shard_placement_fn."
-        )
-    by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
-    for name, module in modules:
-        shards, replicas = groups_of(module)
+    by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, Any]]] = {}
+    for name, owner in owners:
+        shards, replicas = groups_of(owner)
         for group, is_replica in ((shards, False), (replicas, True)):
             if group is not None:
-                by_group.setdefault((group, is_replica), []).append((name, module))
+                by_group.setdefault((group, is_replica), []).append((name, owner))
     return [_wire(group, is_replica, members, wishes) for (group, is_replica), members in by_group.items()]
 
 
-def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: Wishes) -> WiredRanks | None:
-    """Take over the transfers of `modules` over one group, if they cross nodes."""
-    device = torch.device(parameters_of(modules[0][1])[0].device)
-    sizes = {name: [each.padded_sharded_param_size for each in parameters_of(module)] for name, module in modules}
+def _wire(group: dist.ProcessGroup, is_replica: bool, owners: Owners, wishes: Wishes) -> WiredRanks | None:
+    """Take over the transfers of these parameters over one group, if they cross nodes."""
+    device = torch.device(parameters_of(owners[0][1])[0].device)
+    sizes = {name: [each.padded_sharded_param_size for each in parameters_of(owner)] for name, owner in owners}
     lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
-    lines += [f"module {name or 'root'} in {dtypes_of(module)}" for name, module in modules]
+    lines += [f"module {name or 'root'} in {dtypes_of(owner)}" for name, owner in owners]
     peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
     if peers.nodes == 1:
         return None
     if is_replica:
-        for name, module in modules:
-            set_replicate_group(module, ReplicaGroup(group, name, module, peers))
-        return WiredRanks(peers, partial(_parameters, modules))
+        for name, owner in owners:
+            set_replicate_group(owner, ReplicaGroup(group, name, owner, peers))
+        return WiredRanks(peers, partial(_parameters, owners))
     specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
     peers.comm.share(peers.strategy, plans)
     peers.comm.queues.plan(plans)
-    units = [WiredUnit(name, module, peers) for name, module in modules]
-    wired = WiredRanks(peers, partial(_parameters, modules), units)
+    units = [WiredUnit(name, owner, peers) for name, owner in owners]
+    wired = WiredRanks(peers, partial(_parameters, owners), units)
     for unit in units:
-        gather, reduce = comms_of(unit.module)
-        unit.module.set_custom_all_gather(AllGather(unit, wired, gather))
-        unit.module.set_custom_reduce_scatter(ReduceScatter(unit, wired, reduce))
+        gather, reduce = comms_of(unit.owner)
+        set_comms(unit.owner, AllGather(unit, wired, gather), ReduceScatter(unit, wired, reduce))
     return wired
 
 
-def _parameters(modules: Modules) -> Iterator[torch.Tensor]:
-    for _, module in modules:
-        for each in parameters_of(module):
+def _parameters(owners: Owners) -> Iterator[torch.Tensor]:
+    for _, owner in owners:
+        for each in parameters_of(owner):
             yield each.sharded_param
 
 
-def _restore(module: Any) -> None:
-    """Give a module FSDP2's own transfers back."""
-    gather, reduce = comms_of(module)
-    if isinstance(gather, AllGather):
-        module.set_custom_all_gather(gather.stock)
-    if isinstance(reduce, ReduceScatter):
-        module.set_custom_reduce_scatter(reduce.stock)
-    replicas = groups_of(module)[1]
+def _restore(owner: Any) -> None:
+    """Give FSDP2 its own transfers back."""
+    set_comms(owner, *(each.stock if isinstance(each, _Comm) else each for each in comms_of(owner)))
+    replicas = groups_of(owner)[1]
     if isinstance(replicas, ReplicaGroup):
-        set_replicate_group(module, replicas.stock)
+        set_replicate_group(owner, replicas.stock)
 
 
 class _Comm:

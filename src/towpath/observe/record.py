@@ -24,6 +24,7 @@ from towpath.collectives.collective import Workspace
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.status import has_ended
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
@@ -75,7 +76,7 @@ class DeviceTimer(Timer):
         return event
 
     def is_known(self, mark: Mark) -> bool:
-        return not isinstance(mark, torch.cuda.Event) or mark.query()
+        return not isinstance(mark, torch.cuda.Event) or has_ended(mark)
 
     def seconds(self, began: Mark, ended: Mark) -> float:
         if not isinstance(began, torch.cuda.Event):
@@ -336,8 +337,8 @@ class Record:
             ]
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
-        """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
-        return self._host_timer if transfers and transfers[0].kind in BETWEEN_HOSTS else self.timer
+        """Return the timer of the device that executes these transfers. The hosts send some of them."""
+        return self._host_timer if transfers and transfers[0].between_hosts else self.timer
 
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast, final
 
 import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.queues import LoggedCall
+from towpath.core.queues import HOST_EXCHANGES, LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.engine.agree.boundary import checksum
@@ -52,12 +53,15 @@ class OuterSync:
     def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         self.plan, self._comm = plan, comm
         self.steps = OuterSteps(plan)
+        comm.exchange_timeout = plan.timeout(comm.job.timeout)
         self._exchanges = [
-            FragmentExchange(number, each, plan.settings, units, comm) for number, each in enumerate(plan.fragments)
+            FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
         self._has_begun = False  # whether the slow weights have values
         self._problems: list[str] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
+        if plan.from_host:
+            comm.queues.names[TransferKind.OUTER] = HOST_EXCHANGES
 
     def begin(self) -> None:
         """Take the weights of now as the slow weights, unless these have values. The momentum begins at zero."""
@@ -71,7 +75,13 @@ class OuterSync:
         # The training thread has waited for the exchange before, which used the same memory.
         exchange = self._exchanges[task.unit]
         exchange.take_differences()
-        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run])
+        after: list[Handle] = []
+        if self.plan.from_host and not self.plan.strategy.optimizer_on_host:
+            # A stream of the device copies, while the computation goes on. The thread of the exchange waits for it.
+            after = [self._comm.queues.submit(TransferKind.OUTER_GATHER, (), [lambda _: exchange.copy_to_send()])]
+        else:
+            exchange.copy_to_send()
+        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run], after)
 
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
@@ -181,15 +191,18 @@ class FragmentExchange:
     """The exchange of one fragment on this rank: its parts, and the transfers of all of them."""
 
     def __init__(
-        self, number: int, fragment: Fragment, settings: Outer, units: Sequence[Unit], comm: CommContext
+        self, number: int, fragment: Fragment, plan: OuterPlan, units: Sequence[Unit], comm: CommContext
     ) -> None:
         self._number, self._comm = number, comm
         self._check = comm.bind(fragment.check)
-        self.parts = [PartExchange(part, settings, units, comm) for part in fragment.parts]
+        self.parts = [PartExchange(part, plan, units, comm) for part in fragment.parts]
         self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
         self.gathers = [bound for part in self.parts for bound in part.gather]
         # The digest of the slow weights, and its complement. The maximum of both shows whether all islands have one.
-        self.digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
+        self.digest = _zeros(2, torch.int64, comm.device, plan.from_host)
+        # Where it is computed.
+        moves = plan.from_host and not plan.strategy.optimizer_on_host
+        self._digest = _zeros(2, torch.int64, comm.device, on_host=False) if moves else self.digest
 
     def take_differences(self) -> None:
         """Compute how far the weights have moved from the slow weights, and the digest of these."""
@@ -197,7 +210,13 @@ class FragmentExchange:
             part.take_difference()
         digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
         if isinstance(digest, Tensor):
-            self.digest.copy_(torch.stack([digest, ~digest]))
+            self._digest.copy_(torch.stack([digest, ~digest]))
+
+    def copy_to_send(self) -> None:
+        """Copy the differences and the digest from where they were computed to where they are sent from."""
+        for target, source in [(part.difference, part.values) for part in self.parts] + [(self.digest, self._digest)]:
+            if target is not source:
+                target.copy_(source, non_blocking=True)
 
     def run(self, workspace: Workspace) -> None:
         try:
@@ -226,25 +245,22 @@ class PartExchange:
     """One flat buffer of a fragment on this rank: slow weights, momentum, and differences.
 
     The slow weights and the momentum are stored where the optimizer works, which may be the host. The differences are
-    on the device, because they are sent.
+    where they are sent from, which may be the host, too.
     """
 
-    def __init__(self, part: FragmentPart, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(self, part: FragmentPart, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         self._plan, self._rank = part, comm.rank
         self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
         self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]
-        dtype, numel, on_host = torch_dtype(part.dtype), part.elements, self._buckets[0].plan.optimizer_on_host
-
-        def make() -> Tensor:
-            if on_host:
-                return host_memory(numel, dtype, comm.device).zero_()
-            return torch.zeros(numel, dtype=dtype, device=comm.device)
-
-        self.slow = make()
-        self.momentum = make() if settings.momentum else None
-        self.difference = torch.zeros(numel, dtype=dtype, device=comm.device)
+        on_host = plan.strategy.optimizer_on_host
+        make = partial(_zeros, part.elements, torch_dtype(part.dtype), comm.device)
+        self.slow = make(on_host)
+        self.momentum = make(on_host) if plan.settings.momentum else None
+        self.difference = make(plan.from_host)
         # Where new values are computed, next to the slow weights.
-        self._values = make() if on_host else self.difference
+        self.values = self.difference if on_host == plan.from_host else make(on_host)
+        # The host must have what it computes with. A device gets it in its order.
+        self._copies_ahead = not on_host
         self._own = [
             slice_of(bucket.master.detach(), part.partition, comm.rank, bucket.plan.optimizer)
             for bucket in self._buckets
@@ -280,12 +296,9 @@ class PartExchange:
         return slow.to(own), momentum
 
     def take_difference(self) -> None:
-        """Write the difference of the slow weights and the weights to `difference`."""
-        values = self._values
-        _copy_all(self._in(values), self._own)
-        torch.sub(self.slow, values, out=values)
-        if values is not self.difference:
-            self.difference.copy_(values, non_blocking=True)
+        """Write the difference of the slow weights and the weights to `values`."""
+        _copy_all(self._in(self.values), self._own)
+        torch.sub(self.slow, self.values, out=self.values)
 
     @property
     def feedback(self) -> list[Tensor]:
@@ -293,13 +306,13 @@ class PartExchange:
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
-        """Apply the sum of all islands' differences to the slow weights. Write the new weights to `_values`."""
-        values = self._values
+        """Apply the sum of all islands' differences to the slow weights. Write the new weights to `values`."""
+        values = self.values
         for bucket in self._buckets:
             # The device may still copy the weights that `write` or `run_gather` will overwrite.
             bucket.version.wait_for_read()
         if values is not self.difference:
-            values.copy_(self.difference)
+            values.copy_(self.difference, non_blocking=self._copies_ahead)
         _step(self.slow, self.momentum, values, settings, islands)
         if settings.blend:
             _copy_all(self._in(values), self._own)
@@ -309,7 +322,7 @@ class PartExchange:
 
     def write(self) -> None:
         """Write the new weights to this rank's optimizer slices, if no other rank has the same ones."""
-        _copy_all(self._own, self._in(self._values))
+        _copy_all(self._own, self._in(self.values))
 
     def run_gather(self, workspace: Workspace) -> None:
         """Gather the new weights of all ranks with the same optimizer slices, and write them to these."""
@@ -317,7 +330,7 @@ class PartExchange:
             start, end = gathered_in(bound.transfer)
             region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
             rows = region.view(len(bound.members.group.ranks), -1)
-            rows[bound.members.slot].copy_(self._values)
+            rows[bound.members.slot].copy_(self.values)
             bound.run(rows.view(-1), rows[bound.members.slot], workspace)
             wholes = [bucket.master.detach().view(len(rows), -1) for bucket in self._buckets]
             _copy_all(wholes, self._in(rows))
@@ -325,6 +338,12 @@ class PartExchange:
     def written(self) -> None:
         for bucket in self._buckets:
             bucket.version.written()
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> Tensor:
+    if on_host:
+        return host_memory(numel, dtype, device).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer, islands: int) -> None:
