@@ -42,6 +42,15 @@ def versions_of(owner: Any) -> list[int]:
     return [each.sharded_param._version for each in parameters_of(owner)]
 
 
+def trained_in(owner: Any, numel: int) -> tuple[int, ...] | None:
+    """Return which parameters' gradients make up a shard of `numel` elements. None if this cannot be told."""
+    # FSDP2 reduces the gradients that there are, and does not say of which parameters. It can be told if there are
+    # those of all parameters that require one.
+    each = parameters_of(owner)
+    trained = tuple(i for i, one in enumerate(each) if one.sharded_param.requires_grad)
+    return trained if sum(each[i].padded_sharded_param_size.numel() for i in trained) == numel else None
+
+
 def has_own_cast(owner: Any) -> bool:
     """Return whether a tensor subclass decides what is gathered of a parameter, such as its fp8 values."""
     return any(hasattr(each.sharded_param.to_local(), "fsdp_pre_all_gather") for each in parameters_of(owner))

@@ -27,7 +27,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
 from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.errors import StepError
-from towpath.fsdp.fields import has_own_cast, shards_of, versions_of
+from towpath.fsdp.fields import has_own_cast, shards_of, trained_in, versions_of
 from towpath.fsdp.peers import Peers, factor_of
 
 
@@ -102,15 +102,15 @@ class _UnitGradients:
 class WiredUnit:
     """The transfers of one module. Every rank must make the calls of all units in the same order.
 
-    `module`: A module that FSDP2 shards, with parameters of its own. `name`: Its name in the model, for errors.
+    `module`: A module that FSDP2 shards, or one of its groups of parameters. `name`: Its name in the model, for errors.
     """
 
     def __init__(self, name: str, module: Any, peers: Peers) -> None:
         self.name, self.module, self._peers = name, module, peers
         self._weights: _ColumnWeights | None = None
         # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
-        # branch that this forward pass took.
-        self._gradients: dict[tuple[torch.dtype, int], _UnitGradients] = {}
+        # branch that this forward pass took. A codec keeps rounding errors, so with one these parameters count, too.
+        self._gradients: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _UnitGradients] = {}
         # On a GPU: whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
@@ -209,10 +209,13 @@ class WiredUnit:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
         peers = self._peers
         nodes, width = peers.nodes, peers.width
-        form = whole.dtype, len(output)
+        trained = trained_in(self.module, len(output)) if peers.strategy.grad_sync.encoding else None
+        form = whole.dtype, len(output), trained
         gradients = self._gradients.get(form)
         if gradients is None:
             gradients = self._gradients[form] = _UnitGradients.of(peers, self.name, output)
+        if trained is None:
+            gradients.sync.collective.restart()  # what it has rounded away may belong to other parameters
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -28,7 +29,7 @@ from towpath.fsdp.fields import (
     set_replicate_group,
 )
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -104,7 +105,7 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if hooks and not states:
         raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
     state = states[0] if states else BucketSums(group=model.process_group)
-    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    state.wishes = replace(wishes, takes_matrices=True) if wishes.exact or wishes.gradients is not None else None
     if not states and state.wishes is not None:
         model.register_comm_hook(state, sum_bucket)
     if state.wishes is None:
@@ -113,6 +114,8 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
+    if (codec := peers.strategy.grad_sync.low_rank) is not None:
+        codec.check("wires()", (matrix_of(each) for each in model.parameters() if each.requires_grad))
     return WiredRanks(peers, partial(_compared, model))
 
 
@@ -156,10 +159,9 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, owners: Owners, wishes: Wi
     if peers.nodes == 1:
         return None
     if is_replica:
-        wired, sums = WiredRanks(peers, partial(_parameters, owners)), ReplicaSums(peers)
         for name, owner in owners:
-            set_replicate_group(owner, ReplicaGroup(group, name, sums))
-        return wired
+            set_replicate_group(owner, ReplicaGroup(group, name, owner, peers))
+        return WiredRanks(peers, partial(_parameters, owners))
     specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
     plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
     peers.comm.share(peers.strategy, plans)
@@ -257,7 +259,11 @@ class WiredModel(Observable):
             transfers=totals.transfers,
             seconds_host=totals.seconds_host,
             last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
-            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            memory_bytes={
+                "weights of the column": on_device,
+                "feedback": sum(each.peers.feedback_bytes for each in self._ranks),
+                "wire": sum(c.queues.wire_buffer_bytes for c in comms),
+            },
             host_memory_bytes={"weights of the column": on_host} if on_host else {},
             buffers_made=sum(comm.queues.buffers_made for comm in comms),
         )
