@@ -178,7 +178,8 @@ class _Finder:
 @cache
 def branches() -> frozenset[Branch]:
     """Return all branches for GPUs in the sources."""
-    paths = SOURCES.rglob("*.py")
+    words = ("cuda", *_USES)
+    paths = [path for path in SOURCES.rglob("*.py") if any(word in path.read_text() for word in words)]
     return frozenset(branch for path in paths for branch in _Finder(path).found)
 
 
