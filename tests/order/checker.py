@@ -10,6 +10,8 @@ submitted, and all it reads and writes is noted as of a logical stream. Nothing 
 
 What lies in the host's memory (`host_memory`) the host itself works on, at once and in its own order: it comes after
 nothing that a stream does, unless the host has waited for it. A copy between that and the device is the stream's.
+Exchanges of islands run on a thread of the host. It works there in an order of its own: after what the host had done,
+and the handles in `after`.
 
 Two accesses to the same bytes, one of them a write, which no chain of these orders, are a race: on a GPU either could
 come first. So is memory that is dropped while a stream may still use it which is neither the one that made it, since
@@ -36,6 +38,7 @@ import towpath.codecs.packing
 import towpath.collectives.backend
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
+from towpath.core.queues import HOST_EXCHANGES
 from towpath.engine import comm
 from towpath.engine.agree import boundary
 from towpath.engine.comm import Streams
@@ -125,7 +128,7 @@ class Checker(TorchDispatchMode):
         super().__init__()
         self._clocks: dict[str, Clock] = {COMPUTATION: {}}
         self._host: Clock = {}
-        self._current, self._task = COMPUTATION, ""
+        self._current, self._task, self._is_thread = COMPUTATION, "", False
         self._memory: dict[int, Memory] = {}
         self._shared: dict[int, Memory] = {}  # used by streams that did not make them
         self.communications: list[str] = []  # the process groups that sent, in the order of the host
@@ -146,6 +149,19 @@ class Checker(TorchDispatchMode):
         finally:
             self._current, self._task = before
 
+    @contextmanager
+    def on_thread(self, thread: str, task: str, after: Sequence[Clock] = ()) -> Generator[None]:
+        """What runs inside runs on that thread of the host."""
+        clock = self._clocks.setdefault(thread, {})
+        for known in (self._host, *after):
+            _join(clock, known)
+        before = self._current, self._task
+        self._current, self._task, self._is_thread = thread, task, True
+        try:
+            yield
+        finally:
+            (self._current, self._task), self._is_thread = before, False
+
     def done(self, stream: str) -> Clock:
         """What has been done on a stream so far."""
         return dict(self._clocks[stream])
@@ -155,6 +171,10 @@ class Checker(TorchDispatchMode):
         _join(self._clocks[self._current], clock)
         if on_host:
             _join(self._host, clock)
+
+    def found_ended(self, clock: Clock) -> None:
+        """The host goes on after that. The current stream does not wait."""
+        _join(self._host, clock)
 
     def lies_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(tensor)
@@ -221,7 +241,10 @@ class Checker(TorchDispatchMode):
         tensors = [t for i in (*written, *read) for t in _tensors(args[i])]
         on_host = self._works_on_host(tensors, name)  # over gloo, as what ranks agree on
         if (
-            not on_host and self._current != COMPUTATION and not self._current.startswith("control")
+            not on_host
+            and not self._is_thread
+            and self._current != COMPUTATION
+            and not self._current.startswith("control")
         ):  # ranks agree over gloo, on the host
             self.communications.append(_group_of(args))
         self.access(
@@ -231,9 +254,10 @@ class Checker(TorchDispatchMode):
     def access(
         self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str, on_host: bool = False
     ) -> None:
-        stream = HOST if on_host else self._current
-        clock = self._host if on_host else self._clocks[stream]
-        _join(clock, self._host)
+        stream = HOST if on_host and not self._is_thread else self._current
+        clock = self._host if stream == HOST else self._clocks[stream]
+        if not self._is_thread:
+            _join(clock, self._host)
         clock[stream] = time = clock.get(stream, 0) + 1
         task = f"{self._task} ({what})" if self._task else what
         for tensors, writes in ((read, False), (written, True)):
@@ -361,11 +385,10 @@ class LogicalStream(Stream):
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
         assert len(handles) == len(after)
+        on = self._checker.on_thread if self._name == HOST_EXCHANGES else self._checker.on
         with (
             torch.no_grad(),
-            self._checker.on(
-                stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]
-            ),
+            on(stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]),
         ):
             for work in job.works:
                 work(job.workspace)
@@ -391,6 +414,10 @@ class LogicalHandle(Handle):
 
     def wait(self, on_host: bool = False) -> None:
         self.checker.wait(self.clock, on_host)
+
+    def has_ended(self) -> bool:
+        self.checker.found_ended(self.clock)
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.transfer_queues import Handle, StreamJob
+from towpath.engine.transfer_queues import Handle, Queues, StreamJob
 from towpath.observe.record import TransferWait
 
 SHAPE = towpath.Topology(2, 2)
@@ -267,6 +267,30 @@ def test_exchanges_between_islands_keep_their_order(case: tuple[str, str], form:
         check_communications(checker.communications)
 
 
+def _exchange_at_once(self: Queues, kind: TransferKind, *of: Any) -> Handle:
+    return _SUBMIT(self, kind, *of[:2]) if kind is TransferKind.OUTER else _SUBMIT(self, kind, *of)
+
+
+def _apply_at_once(self: Engine, actions: Iterable[Any]) -> None:
+    _EXECUTE(self, [a for a in actions if not (isinstance(a, Wait) and a.task.kind is TransferKind.OUTER)])
+
+
+_SUBMIT, _EXECUTE = Queues.submit, Engine.execute
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "without"), [(Queues, "submit", _exchange_at_once), (Engine, "execute", _apply_at_once)]
+)
+@on_ranks(4)
+def test_an_exchange_waits_for_its_copy_and_is_waited_for(owner: type, name: str, without: Any) -> None:
+    """It is sent from the host's memory, by a thread that no stream orders."""
+    with pytest.MonkeyPatch.context() as patch, in_form(Form.COLLECTIVES, shared=True):
+        patch.setattr(owner, name, without)
+        with pytest.raises(RaceError, match="in no order"), checking():
+            model: Any = towpath.shard(Deep(), strategy_of("zero3", SHAPE, outer=OUTER["float32"]))
+            train(model, torch.optim.SGD(model.parameters(), lr=1e-3), steps=3, micro_steps=1)
+
+
 # Sent as it rests, inside the node or across, or decoded in place of a gather.
 AT_REST = ("zero3 frozen_codec=int8 frozen=1x1", "zero3 frozen_codec=int4:64 frozen=2x1", "hpz frozen_codec=int8")
 
@@ -466,7 +490,6 @@ def _gradients_on_host(self: Engine, actions: Iterable[Any]) -> None:
     _EXECUTE(self, [Wait(a.task) if isinstance(a, Wait) and a.task.kind in syncs else a for a in actions])
 
 
-_EXECUTE = Engine.execute
 HOST_WAITS: dict[str, tuple[type, str, Any]] = {
     "before it reads the mean gradients": (Engine, "execute", _gradients_on_host),
     "before it writes over what is on its way": (ParamVersion, "wait_for_read", lambda _: None),

@@ -69,6 +69,23 @@ def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch,
     assert gpus["timeout"] == timedelta(minutes=1)
 
 
+@pytest.mark.parametrize(("before", "is_late", "after"), [(None, False, "32"), ("1", False, "1"), (None, True, None)])
+def test_streams_get_hardware_queues_before_the_first_call_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any], before: str | None, is_late: bool, after: str | None
+) -> None:
+    name, at_first_call = "CUDA_DEVICE_MAX_CONNECTIONS", list[str | None]()
+    monkeypatch.setenv(name, before or "")  # so that it is restored
+    if before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_late)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_first_call.append(os.environ.get(name)) or True)
+    for variable, value in (LAUNCHED | {"TOWPATH_RACK": "b"}).items():
+        monkeypatch.setenv(variable, value)
+    towpath.init()
+    assert at_first_call and set(at_first_call) == {after}
+
+
 def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
     monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any]
 ) -> None:

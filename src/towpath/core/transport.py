@@ -7,7 +7,7 @@ matrix instead of the matrix.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from towpath.core.formats import DIFFERENCES, EXACT, VALUES, Codec, Coding, item_bytes
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, ShardError
 
 # The factors of a matrix X of `rows` × `columns` are P (rows × rank, orthonormal) and Q (columns × rank). P Qᵀ
 # approximates X. Each step starts from the Q of the step before. With error feedback, the difference X - P Qᵀ is added
@@ -63,6 +63,16 @@ class LowRank:
         """Return whether the factors are small enough to be sent in place of a tensor of `shape`."""
         rows, columns = matrix_of(shape)
         return self.rank * (rows + columns) * self.rate < rows * columns
+
+    def check(self, what: str, matrices: Iterable[tuple[int, int] | None]) -> None:
+        """Raise ShardError if it would make none of the matrices smaller, which are a model's gradients."""
+        found = [matrix for matrix in matrices if matrix is not None]
+        if not any(map(self.pays, found)):
+            rows, columns = max(found, key=prod, default=(0, 0))
+            raise ShardError(
+                f"{what}: {self} makes no gradient of this model smaller: its largest matrix has {rows} × {columns} "
+                "elements. Take a smaller rank, or no codec."
+            )
 
     def encoded_elements(self, shape: Sequence[int]) -> int:
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
