@@ -125,6 +125,7 @@ class WiredUnit:
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
         if weights.sent is None or weights.versions != self._versions():
+            written = None if weights.sent is None else self.name
             weights.overwrite([mine])
             collective = weights.sync.collective
             if weights.sync.transfer.agrees_on_sizes:
@@ -133,7 +134,7 @@ class WiredUnit:
                 self._peers.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
-            return Arrival(self._share(weights, output), self.name)
+            return Arrival(self._share(weights, output), written)
         self._note_drift(weights, mine)
         return Arrival(self._share(weights, output))
 
@@ -242,7 +243,7 @@ class WiredUnit:
 class Arrival(dist.Work):
     """The end of a gather, in the form that FSDP2 waits for.
 
-    `written`: The name of the unit, if this rank sent its weights because they have changed since the last step.
+    `written`: The name of the unit, if this rank sent its weights again because they have changed since the last step.
     """
 
     def __init__(self, end: Handle, written: str | None = None) -> None:
