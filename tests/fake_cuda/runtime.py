@@ -175,6 +175,13 @@ class Event:
         return float(end._at - self._at)
 
 
+class _Generator(torch.Generator):
+    """A generator of random numbers, which is the CPU's on all devices."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+
+
 class _DeviceContext:
     def __init__(self, device: Any) -> None:
         """Do nothing: there is one device."""
@@ -256,6 +263,7 @@ def fake_cuda() -> Generator[Runtime]:
     with (
         mock.patch.multiple(torch.cuda, **_replacements(made)),
         mock.patch.object(dist, "barrier", waiting_barrier),
+        mock.patch.object(torch, "Generator", _Generator),
         operators(made.device),
     ):
         _runtime = made
