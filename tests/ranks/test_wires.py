@@ -641,7 +641,7 @@ def test_a_module_over_several_meshes_computes_what_it_computes_without_wires() 
     seen: list[list[Tensor]] = []
     for wired in (False, True):
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE, torch.float64)
         for layer in model:
             meshes = FSDPMeshInfo(mesh["a"], 0), FSDPMeshInfo(everyone, 0)
             placed = {
@@ -654,7 +654,9 @@ def test_a_module_over_several_meshes_computes_what_it_computes_without_wires() 
             towpath.wires(model, topology=SQUARE)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[Tensor]()
         for step in range(4):
-            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).double()
+            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(
+                DEVICE, torch.float64
+            )
             loss = model(inputs).square().mean()
             loss.backward()
             optimizer.step()
@@ -662,9 +664,8 @@ def test_a_module_over_several_meshes_computes_what_it_computes_without_wires() 
             losses.append(loss.detach())
         seen.append(losses)
         if wired:
-            sent = {
-                s.transfer.payload.unit for s in towpath.stats(model).transfers if s.transfer.kind.value == "param_sync"
-            }  # pyright: ignore
+            stats = towpath.stats(model).transfers
+            sent = {s.transfer.payload.unit for s in stats if s.transfer.kind.value == "param_sync"}  # pyright: ignore
             assert sent == {"0", "0 (mesh 2)", "1", "1 (mesh 2)"}
             towpath.wires(model, False)
             assert comms_of(param_groups(model[0])[1]) == stock

@@ -127,6 +127,20 @@ def test_feedback_is_not_added_to_other_parameters_when_ddp_rebuilds_buckets() -
     assert float(found[0].abs().max()) > 0
 
 
+@on_ranks(2)
+def test_sparse_gradients_are_averaged_as_ddp_does() -> None:
+    averaged: list[Tensor] = []
+    for wired in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Embedding(64, 16, sparse=True), nn.Linear(16, 16)))
+        if wired:
+            towpath.wires(model, gradients="low-rank:1", topology=FLAT)
+        model(torch.tensor([1, 2, 3 + dist.get_rank()])).sum().backward()
+        averaged.append(grads(model)[0])
+    assert averaged[1].is_sparse
+    assert torch.equal(averaged[0].to_dense(), averaged[1].to_dense())
+
+
 @pytest.mark.parametrize("case", ["default", "static_graph", "join"])
 @on_ranks(2)
 def test_a_transfer_that_fails_is_a_step_error_of_the_backward_pass(case: str) -> None:

@@ -80,7 +80,7 @@ def test_streams_get_hardware_queues_before_the_first_call_of_cuda(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_late)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: at_first_call.append(os.environ.get(name)) or True)
-    for variable, value in LAUNCHED.items():
+    for variable, value in (LAUNCHED | {"TOWPATH_RACK": "b"}).items():
         monkeypatch.setenv(variable, value)
     towpath.init()
     assert at_first_call and set(at_first_call) == {after}

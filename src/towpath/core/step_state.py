@@ -131,9 +131,9 @@ class OpenGradients:
 class ApplyOuter:
     """The action that applies the result of an exchange between islands to the weights of a fragment.
 
-    `exchange` is the task of the exchange, which has ended. `gather` then sends the result inside the island, if ranks
-    hold copies of the same optimizer slice. With `average`, the weights become their mean over the islands, without the
-    outer optimizer.
+    `exchange` is the task of the exchange, which was waited for. `gather` then sends the result inside the island, if
+    ranks hold copies of the same optimizer slice. With `average`, the weights become their mean over the islands,
+    without the outer optimizer.
     """
 
     fragment: int

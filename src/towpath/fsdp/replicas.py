@@ -151,7 +151,8 @@ class BucketSums:
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over all ranks, while the backward pass goes on."""
         buffer: torch.Tensor = bucket.buffer()
-        if self.wishes is None:  # the wires were taken away, and DDP keeps its hook
+        # If the wires were taken away, DDP keeps its hook. Sparse gradients have a bucket of their own, of any length.
+        if self.wishes is None or buffer.is_sparse:
             work = dist.all_reduce(buffer.div_(dist.get_world_size(self._group)), group=self._group, async_op=True)
             assert work is not None
             return work.get_future().then(_first)
@@ -174,11 +175,11 @@ class BucketSums:
                 ended.set_result(buffer)
 
         self._under_way.append(peers.submit(TransferKind.GRAD_SYNC, summed.transfers, [average]))
-        if _backward_pass() == -1:  # a rank without batches, in `with model.join()`
+        if current_pass() == -1:  # a rank without batches, in `with model.join()`
             self._end()
         elif bucket.is_last():
             # DDP waits for its buckets in a callback, too, which it queues after this one.
-            _call_after_backward(self._end)
+            queue_callback(self._end)
         return ended
 
     def _end(self) -> None:
@@ -188,8 +189,8 @@ class BucketSums:
             each.wait()
 
 
-_backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
-_call_after_backward: Any = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
+current_pass: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportPrivateUsage]
+queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback  # pyright: ignore
 
 
 def no_copy() -> ShardError:

@@ -103,7 +103,7 @@ class _UnitGradients:
 class WiredUnit:
     """The transfers of one module. Every rank must make the calls of all units in the same order.
 
-    `owner`: What has the parameters, for `fields.py`. `name`: Its name in the model, for errors.
+    `owner`: A module that FSDP2 shards, or one of its groups of parameters. `name`: Its name in the model, for errors.
     """
 
     def __init__(self, name: str, owner: Any, peers: Peers) -> None:

@@ -70,7 +70,7 @@ def wires(
             (HSDP). Or a DistributedDataParallel.
         exact: Send weights and, over gloo, gradients in fewer bytes, without losing a bit. False takes the wires away.
         gradients: The codec of gradients between nodes, such as 'int8' or 'int4:64'. It rounds, and keeps what it has
-            rounded away for the next step.
+            rounded away for the next step. DistributedDataParallel also takes 'low-rank:4'.
         hold: Where to hold the shards of the column: 'device' or 'host'. By default on the device if they fit.
         topology: The number of nodes and of ranks per node. Detected by default.
 

@@ -291,5 +291,6 @@ class OuterSteps:
         exchange, _ = self.under_way.pop(fragment)
         gathers = self._plan.fragments[fragment].gathers
         gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
-        # The host waits, too, because it reads whether the slow weights of all islands are equal.
-        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather, average)]
+        # Where the optimizer works in host memory, the host applies the result.
+        waits = Wait(exchange, on_host=self._plan.strategy.optimizer_on_host)
+        return [waits, ApplyOuter(fragment, exchange, gather, average)]

@@ -54,8 +54,8 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         ConfigError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
             variables, or the ranks did not find each other. Or the named racks do not have equally many ranks.
     """
-    # The streams of transfers, the computation and NCCL are more than CUDA's usual 8 hardware queues. Two streams in one
-    # queue can wait for each other. CUDA reads the variable in the first call, so that it is too late afterwards.
+    # Transfers, the computation and NCCL have more streams than CUDA has hardware queues by default, which are 8. Two
+    # streams of one queue can wait for each other. CUDA reads the variable in its first call.
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if dist.is_initialized():
