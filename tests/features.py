@@ -28,7 +28,7 @@ def _feature(name: str, **names: str) -> Feature:
 FEATURES = (
     _feature(
         "strategies and placements",
-        fake_cuda="steps",
+        fake_cuda="gpu_cases steps",
         lab="bytes",
         order="order",
         ranks="""
