@@ -28,7 +28,7 @@ def _feature(name: str, **names: str) -> Feature:
 FEATURES = (
     _feature(
         "strategies and placements",
-        fake_cuda="gpu_cases steps",
+        fake_cuda="gpu_cases steps waits",
         lab="bytes",
         order="order",
         ranks="""
