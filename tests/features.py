@@ -28,6 +28,7 @@ def _feature(name: str, **names: str) -> Feature:
 FEATURES = (
     _feature(
         "strategies and placements",
+        fake_cuda="steps",
         lab="bytes",
         order="order",
         ranks="""
@@ -72,7 +73,7 @@ FEATURES = (
     _feature(
         "wires under FSDP2 and DDP",
         lab="wire_bytes",
-        ranks="wires wires_frameworks wires_misuse",
+        ranks="wires wires_ddp wires_frameworks wires_misuse",
         unit="wire_launches",
     ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
@@ -89,6 +90,7 @@ FEATURES = (
 )
 
 OTHER = _files(
+    fake_cuda="device",
     lab="clusters command lab lab_page leftovers",
     ranks="""
             bench_failures demo examples gpu_script install pages server train train_command train_models

@@ -73,7 +73,7 @@ class Row:
 
 
 ROWS = (
-    Row("FSDP2, fully sharded", "zero3", peer=True),
+    Row("FSDP2, fully sharded", "zero3", peer=True, options={"route": "flat"}),
     Row("FSDP2, HSDP", "mics", peer=True),
     Row("`zero3`", "zero3"),
     Row("`mics`", "mics"),

@@ -373,11 +373,11 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
                 "codecs."
             )
         # A frozen bucket is not laid out for the codecs of gradients.
-        transport = transport.within(spec.alignment) if of_kind else transport
+        transport = transport.in_form(form).within(spec.alignment) if of_kind else transport
         transfers[kind] = tuple(transfer(kind, m, numel // m.regions, dtype, transport) for m in of_kind)
     if factored is not None:  # two all-reduces over all ranks compute the mean gradient in low rank
         transfers[TransferKind.GRAD_SYNC] = tuple(
-            transfer(TransferKind.GRAD_SYNC, move, elements, reduce, strategy.grad_sync)
+            transfer(TransferKind.GRAD_SYNC, move, elements, reduce, strategy.grad_sync.in_form(form))
             for elements in factored.messages
             for move in everyone(strategy.topology)
         )

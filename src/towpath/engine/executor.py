@@ -118,6 +118,7 @@ class Engine:
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
+        self._stepped: set[int] = set()  # the ids of parameters that were stepped since the last boundary
         comm.queues.plan(u.plan for u in units)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -471,6 +472,17 @@ class Engine:
         self.execute(self.machine.param_sync())
 
     @_on_host
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Agree on the sizes of parameter syncs, if this step was the last one of the parameters with gradients."""
+        # An exchange that is applied next writes the parameters again, so the forward pass agrees in its place.
+        if not self.param_syncs.agrees or (self.outer is not None and self.outer.steps.applies_before(self.step)):
+            return
+        self._stepped.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        if all(p.grad is None or id(p) in self._stepped for unit in self._trained for p in unit.parameters):
+            self.execute(self.machine.optimizers_stepped())
+            self.param_syncs.check()
+
+    @_on_host
     def end_boundary(self) -> None:
         """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
@@ -498,6 +510,7 @@ class Engine:
                 bucket.gradients.set_grads(used[:count])
                 used = used[count:]
         self.comm.record.end_step()
+        self._stepped.clear()
         self.step += 1
         self._writes_before_step = self.writes.count
         if self.outer is not None:

@@ -148,6 +148,9 @@ class _ThreadHandle(Handle):
     def block(self) -> None:
         self._future.result()
 
+    def has_ended(self) -> bool:
+        return self._future.done()
+
     def wait(self, on_host: bool = False) -> None:
         """Wait on the training thread for the job and the jobs before it, and record the time."""
         # Dropped here, because handles would else link all jobs of a unit.

@@ -107,6 +107,10 @@ class Handle(ABC):
         `on_host`: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
         """
 
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether the job has ended, so that the host may read its results without a wait."""
+
     def block(self) -> None:
         """Return once the job has ended. Threads that run transfers call it. Their waits are not recorded."""
         self.wait(on_host=True)
@@ -203,6 +207,9 @@ class _CudaHandle(Handle):
     def join(self) -> None:
         """Let the current stream wait. It is not recorded: on a stream of transfers, no computation waits."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def has_ended(self) -> bool:
+        return has_ended(self._event)
 
     def block(self) -> None:
         with relaxed():

@@ -27,7 +27,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
 from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.errors import StepError
-from towpath.fsdp.fields import has_own_cast, shards_of, versions_of
+from towpath.fsdp.fields import has_own_cast, shards_of, trained_in, versions_of
 from towpath.fsdp.peers import Peers, factor_of
 
 
@@ -66,7 +66,8 @@ class _ColumnWeights:
     def on_device(self) -> torch.Tensor:
         """Return what the column holds, in the device's memory."""
         # A copy belongs to the stream that makes it, and is used on no other one.
-        return self.held if self.held.device == self.peers.comm.device else self.held.to(self.peers.comm.device)
+        device = self.peers.comm.device
+        return self.held if self.held.device == device else self.held.to(device, non_blocking=True)
 
     def run(self, workspace: Workspace) -> None:
         """Send this rank's slice, and receive those of the others."""
@@ -102,15 +103,15 @@ class _UnitGradients:
 class WiredUnit:
     """The transfers of one module. Every rank must make the calls of all units in the same order.
 
-    `module`: A module that FSDP2 shards, with parameters of its own. `name`: Its name in the model, for errors.
+    `owner`: A module that FSDP2 shards, or one of its groups of parameters. `name`: Its name in the model, for errors.
     """
 
-    def __init__(self, name: str, module: Any, peers: Peers) -> None:
-        self.name, self.module, self._peers = name, module, peers
+    def __init__(self, name: str, owner: Any, peers: Peers) -> None:
+        self.name, self.owner, self._peers = name, owner, peers
         self._weights: _ColumnWeights | None = None
         # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
-        # branch that this forward pass took.
-        self._gradients: dict[tuple[torch.dtype, int], _UnitGradients] = {}
+        # branch that this forward pass took. A codec keeps rounding errors, so with one these parameters count, too.
+        self._gradients: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _UnitGradients] = {}
         # On a GPU: whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
@@ -150,9 +151,9 @@ class WiredUnit:
     def take_shard(self) -> bool:
         """Copy the shard to what the column holds, as FSDP2 would cast it. Return False if the next gather has to."""
         weights = self._weights
-        if weights is None or weights.held.dtype == torch.uint8 or has_own_cast(self.module):
+        if weights is None or weights.held.dtype == torch.uint8 or has_own_cast(self.owner):
             return False
-        weights.overwrite(shards_of(self.module))
+        weights.overwrite(shards_of(self.owner))
         return True
 
     @property
@@ -185,7 +186,7 @@ class WiredUnit:
         return self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(versions_of(self.module))
+        return tuple(versions_of(self.owner))
 
     @property
     def held_bytes(self) -> tuple[int, int]:
@@ -209,10 +210,13 @@ class WiredUnit:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
         peers = self._peers
         nodes, width = peers.nodes, peers.width
-        form = whole.dtype, len(output)
+        trained = trained_in(self.owner, len(output)) if peers.strategy.grad_sync.encoding else None
+        form = whole.dtype, len(output), trained
         gradients = self._gradients.get(form)
         if gradients is None:
             gradients = self._gradients[form] = _UnitGradients.of(peers, self.name, output)
+        if trained is None:
+            gradients.sync.collective.restart()  # what it has rounded away may belong to other parameters
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)

@@ -310,6 +310,8 @@ class Record:
         self.watchdog, self.timer, self._host_timer = watchdog, timer, Timer()
         self.trace: Trace | None = None
         self._is_read = False  # whether someone has read the seconds
+        # Whether to count seconds where that is not free. By default from the first call of `totals` on.
+        self.times: bool | None = None
         self._lock = threading.Lock()  # the threads of the streams report, too
         self._unknown: list[_Span] = []
         self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
@@ -342,7 +344,8 @@ class Record:
 
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""
-        return self._is_read or self.trace is not None or self.timer_of(transfers).is_free
+        times = self._is_read if self.times is None else self.times
+        return times or self.trace is not None or self.timer_of(transfers).is_free
 
     def end_step(self) -> None:
         """Note that the current step has ended, and begin the next one."""

@@ -143,6 +143,15 @@ def totals(model: nn.Module | Observable) -> Totals:
     return observed.totals() if isinstance(observed, Observable) else observed.comm.record.totals()
 
 
+def time_transfers(model: nn.Module | Observable, times: bool | None) -> None:
+    """Count the seconds of transfers and waits on a GPU from now on, or not. None brings back the default.
+
+    By default they are counted from the first call of `stats` or `totals` on.
+    """
+    for comm in _comms(model):
+        comm.record.times = times
+
+
 def _observed(model: nn.Module | Observable) -> Engine | Observable:
     """Return a model of several parts, or the engine of a model that `shard` returned."""
     if isinstance(model, Observable):

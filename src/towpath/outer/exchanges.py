@@ -261,6 +261,10 @@ class OuterSteps:
                 actions += self._apply(fragment)
         return actions
 
+    def applies_before(self, step: int) -> bool:
+        """Return whether `advance(step)` applies an exchange."""
+        return any(self._outer.fragments_applied_after(each) for each in range(self.done + 1, step + 1))
+
     def average(self) -> list[Action]:
         """Return the actions that apply the exchanges under way now, and then average the weights of all islands."""
         actions = [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
@@ -287,5 +291,6 @@ class OuterSteps:
         exchange, _ = self.under_way.pop(fragment)
         gathers = self._plan.fragments[fragment].gathers
         gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
-        # The host waits, too, because it reads whether the slow weights of all islands are equal.
-        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather, average)]
+        # Where the optimizer works in host memory, the host applies the result.
+        waits = Wait(exchange, on_host=self._plan.strategy.optimizer_on_host)
+        return [waits, ApplyOuter(fragment, exchange, gather, average)]

@@ -58,7 +58,8 @@ class OuterSync:
             FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
         self._has_begun = False  # whether the slow weights have values
-        self._problems: list[str] = []
+        # Fragments that were applied, each with the end of its exchange, and the digest that is there then.
+        self._unchecked: list[tuple[int, Handle, Tensor]] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
         if plan.from_host:
             comm.queues.names[TransferKind.OUTER] = HOST_EXCHANGES
@@ -75,6 +76,8 @@ class OuterSync:
         # The training thread has waited for the exchange before, which used the same memory.
         exchange = self._exchanges[task.unit]
         exchange.take_differences()
+        # A copy of its own, because the host may read that of an earlier exchange later.
+        exchange.told = host_memory(2, torch.int64, self._comm.device)
         after: list[Handle] = []
         if self.plan.from_host and not self.plan.strategy.optimizer_on_host:
             # A stream of the device copies, while the computation goes on. The thread of the exchange waits for it.
@@ -86,12 +89,13 @@ class OuterSync:
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
 
-        If the islands turn out to have different slow weights of this rank's part, the next boundary raises. The other
+        If the islands turn out to have different slow weights of this rank's part, a later boundary raises. The other
         ranks of the island wait for this one in the gather, so it takes part in it.
         """
         exchange = self._exchanges[action.fragment]
-        if exchange.differs:
-            self._problems.append(f"the slow weights of fragment {action.fragment}")
+        # Without a handle, a checkpoint has brought the result. Its slow weights are those of all islands.
+        if exchange.transfers and (ended := cast("Handle | None", action.exchange.handle)) is not None:
+            self._unchecked.append((action.fragment, ended, exchange.told))
         settings = self.plan.settings
         if action.average:
             settings = replace(settings, lr=1.0, momentum=0.0, blend=0.0)  # the slow weights become the plain mean
@@ -103,7 +107,8 @@ class OuterSync:
                 part.write()
         else:
             gathers = [part.run_gather for part in exchange.parts]
-            self._comm.queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, gathers).wait(on_host=True)
+            gathered = self._comm.queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, gathers)
+            gathered.wait(on_host=self.plan.strategy.optimizer_on_host)
         for part in exchange.parts:
             part.written()
 
@@ -115,11 +120,26 @@ class OuterSync:
 
     def note_problems(self) -> None:
         """Tell all ranks of the island at the boundary which slow weights differ, for which all of them raise."""
-        problems, self._problems = self._problems, []
-        for what in problems:
+        for what in self._differing():
             if not self._comm.log.compares(LoggedCall.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
             self._comm.log.note(LoggedCall.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+
+    def _differing(self, wait: bool = False) -> list[str]:
+        """Return what islands turned out to have different values of, as far as it is known, or after a `wait`."""
+        unchecked, self._unchecked = self._unchecked, []
+        found: list[str] = []
+        for fragment, ended, told in unchecked:
+            if wait:
+                ended.wait(on_host=True)
+            # A boundary reads what the device has found by then, because the host must not wait in a step.
+            elif not ended.has_ended():
+                self._unchecked.append((fragment, ended, told))
+                continue
+            digest, complement = told.tolist()
+            if digest != ~complement:
+                found.append(f"the slow weights of fragment {fragment}")
+        return found
 
     def check_steps(self, step: int, awaits_step: bool) -> None:
         """Raise if islands have made different numbers of steps, or have begun another. Every rank must call it."""
@@ -148,7 +168,7 @@ class OuterSync:
 
     def raise_problems(self) -> None:
         """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
-        problems, self._problems = self._problems, []
+        problems = self._differing(wait=True)
         for what in (what for found in self._comm.job.all_gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
 
@@ -168,11 +188,8 @@ class OuterSync:
         The slow weights, the momentum and the sums of the differences must have been filled.
         """
         self.wait()
-        self._has_begun, self._problems = True, []
+        self._has_begun, self._unchecked = True, []
         self.steps.resume(done, under_way)
-        for fragment in under_way:
-            # A checkpoint has one copy of the slow weights, so those of all islands are equal.
-            self._exchanges[fragment].digest.copy_(torch.tensor([0, ~0]))
 
     def begin_anew(self, step: int) -> None:
         """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
@@ -203,6 +220,7 @@ class FragmentExchange:
         # Where it is computed.
         moves = plan.from_host and not plan.strategy.optimizer_on_host
         self._digest = _zeros(2, torch.int64, comm.device, on_host=False) if moves else self.digest
+        self.told = self.digest  # its copy in host memory, which an exchange makes
 
     def take_differences(self) -> None:
         """Compute how far the weights have moved from the slow weights, and the digest of these."""
@@ -222,6 +240,7 @@ class FragmentExchange:
         try:
             for bound in self._check:
                 bound.run(self.digest, self.digest, workspace)
+            self.told.copy_(self.digest, non_blocking=True)
             for part in self.parts:
                 for bound in part.exchange:  # sums the differences of all islands, in place
                     bound.run(part.difference, part.difference, workspace)
@@ -232,12 +251,6 @@ class FragmentExchange:
             others = ", ".join(str(number) for number in self._check[0].members.numbers if number != mine)
             self._comm.tell(f"{what}, which needs rank {others}")
             raise StepError(f"rank {mine}: {what}: {str(error).removeprefix(f'rank {mine}: ')}") from error
-
-    @property
-    def differs(self) -> bool:
-        """Whether the islands had different slow weights in the last exchange."""
-        digest, complement = self.digest.tolist()
-        return bool(self._check) and digest != ~complement
 
 
 @final

@@ -61,6 +61,9 @@ class Wrapper:
         """Yield the computations and actions of a steady step in the order of this wrapper."""
         machine, each = settled(plans), [1] * micro_steps if self.sums_each else [micro_steps]
         reducing: Task | None = None
+        # The wires send all units after the optimizer's step, and not when their gathers are due.
+        for action in (*machine.optimizers_stepped(), *machine.param_sync()) if self.wired else ():
+            yield 0, action
         for number, count in enumerate(each):
             for micro_step, action in steady_step(machine, plans, count):
                 # Only the wires compare ranks, before the optimizer's step.

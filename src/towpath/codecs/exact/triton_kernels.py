@@ -1,8 +1,9 @@
 """The exact codecs in Triton, for GPUs. They equal `specification` to the bit, and the host waits for nothing.
 
-A program works on a few blocks, as tensors [blocks, groups, 64]. The same bit of 64 elements becomes a word of 64 bits,
-and these words [blocks, groups] are handled as in C++. `extract` keeps the bits of the elements that send one. `_put`
-appends them to the block's payload with atomic operations on words of 32 bits.
+A program is one warp, and works on one block as tensors [16, 32]: each of the 32 lanes has 16 neighboring elements. The
+same bit of these 16 is a piece, and pieces [32] are handled as words are in C++. So sums over a block are sums within
+lanes and shuffles between them. `extract` keeps the bits of the elements that send one. `_put` appends them to the
+block's payload with atomic operations on words of 32 bits.
 
 Encoding is a launch that chooses parameters and computes lengths, a prefix sum, and a launch that writes the payloads.
 Then the sizes, the digest and the checksum are written into the header. Decoding verifies these first. A program of a
@@ -25,15 +26,13 @@ import triton.language as tl
 from towpath.codecs import exact
 from towpath.codecs.exact import Problem, header_words, message_bound, specification
 from towpath.codecs.exact.specification import table_bytes
-from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
+from towpath.codecs.exact.triton_bits import BITS, count_ones, deposit, extract, occupied_bytes, to_flags, to_pieces
 from towpath.core.formats import BLOCK, HEADER_BYTES
 
-_WORDS = 1024  # of a program that computes a digest
-_LAUNCH = {"num_warps": 4}
+_LAUNCH = {"num_warps": 1}
 
-_BLOCKS = tl.constexpr(1)  # of a program
 _BLOCK = tl.constexpr(BLOCK)
-_GROUPS = tl.constexpr(BLOCK // 64)
+_LANES = tl.constexpr(BLOCK // BITS.value)
 _HEADER = tl.constexpr(HEADER_BYTES)
 _ESCAPE = tl.constexpr(specification.ESCAPE)
 _QUIET = tl.constexpr(specification.QUIET)
@@ -42,7 +41,6 @@ _LARGEST = tl.constexpr(specification.LARGEST_PARAMETER)
 _OTHER, _SHORT, _DAMAGED = (tl.constexpr(int(p)) for p in (Problem.OTHER, Problem.SHORT, Problem.DAMAGED))
 _STALE, _INVALID = tl.constexpr(int(Problem.STALE)), tl.constexpr(int(Problem.INVALID))
 _KEY = tl.constexpr(0x9E3779B97F4A7C15)
-_FULL = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
@@ -63,7 +61,7 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
     before, now = None if old is None else _integers(old), _integers(values)
     _plan_kernel[grid](before, now, table, n, **constants)
     ends = torch.cumsum(table & 0xFFFF, 0)
-    _write_kernel[grid](before, now, table, ends, words, out, n, **constants)
+    _write_kernel[grid](before, now, table, ends, words, n, **constants)
     first, _ = header_words(n, values.dtype, old is not None)
     header = out[:HEADER_BYTES].view(torch.int64)
     _header_kernel[(1,)](header, ends, first, n, HEADER_BYTES + table.nbytes, len(ends))
@@ -99,9 +97,7 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
     _check_kernel[(count,)](header, sums, outcomes, first, n, start, stride, own)
     tables = words.view(count, -1)[:, HEADER_BYTES // 4 :][:, : len(table)]
     ends = torch.cumsum(tables & 0xFFFF, 1)
-    _decode_kernel[(*grid, count)](
-        words, encoded, table, ends, _integers(slices), outcomes, n, stride, own, **constants
-    )
+    _decode_kernel[(*grid, count)](words, table, ends, _integers(slices), outcomes, n, stride, own, **constants)
     return outcomes
 
 
@@ -112,7 +108,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
     form = specification.FORMATS[values.dtype]
     words = message[: len(message) // 8 * 8].view(torch.int32)
     table = words[HEADER_BYTES // 4 :][: table_bytes(values.numel()) // 4]
-    return words, table, (triton.cdiv(len(table), _BLOCKS.value),), {"form": form, "difference": difference} | _LAUNCH
+    return words, table, (len(table),), {"form": form, "difference": difference} | _LAUNCH
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
@@ -122,15 +118,20 @@ def _integers(values: torch.Tensor) -> torch.Tensor:
 def _add_digest(values: torch.Tensor, found: torch.Tensor) -> None:
     """Add the digest of `values`, or of each of their rows."""
     if values.numel():
-        n = values.shape[-1]
-        grid = (triton.cdiv(n * values.itemsize, 8 * _WORDS), values.numel() // n)
-        _digest_kernel[grid](_integers(values), None, found, n, n, values.itemsize, _WORDS)
+        words = values.shape[-1] * values.itemsize % 8 == 0 and values.data_ptr() % 8 == 0
+        _digest(values.view(torch.int64) if words else _integers(values), None, found)
 
 
 def _add_checksums(words: torch.Tensor, found: torch.Tensor, count: int = 1) -> None:
     """Add the checksums of `count` messages of equal stride, of which `words` consists."""
-    each = len(words) // count
-    _digest_kernel[(triton.cdiv(each, 2 * _WORDS), count)](words, words, found, each, each, 4, _WORDS)
+    rows = words.view(torch.int64).view(count, -1)
+    _digest(rows, rows, found)
+
+
+def _digest(rows: torch.Tensor, header: torch.Tensor | None, found: torch.Tensor) -> None:
+    n, words = rows.shape[-1], 128 * rows.itemsize  # of a program: eight items in each thread
+    grid = triton.cdiv(n * rows.itemsize, 8 * words), rows.numel() // n
+    _digest_kernel[grid](rows, header, found, n, n, rows.itemsize, words)
 
 
 # ---- Headers ----
@@ -146,11 +147,12 @@ def _digest_kernel(data, header, found, n, stride, item: tl.constexpr, words: tl
     items: tl.constexpr = 8 // item
     lane = tl.arange(0, items)[None, :]
     index = number[:, None] * items + lane
-    length = n
+    length = n.to(tl.int64)
     if header is not None:
-        header += row * stride
-        length = tl.minimum(tl.load((header + 4).to(tl.pointer_type(tl.int64))), 4 * n.to(tl.int64)) // 4
-    loaded = tl.load(data + index, mask=index < length, other=0).to(tl.uint64) & ((1 << (8 * item)) - 1)
+        length = tl.minimum(tl.load(header + row * stride + 2) // item, length)
+    loaded = tl.load(data + index, mask=index < length, other=0).to(tl.uint64)
+    if item < 8:
+        loaded &= (1 << (8 * item)) - 1
     word = tl.sum(loaded << (8 * item * lane).to(tl.uint64), axis=1)
     mixed = word + (number + 1).to(tl.uint64) * _KEY
     product = (mixed & 0xFFFFFFFF) * (mixed >> 32)
@@ -189,54 +191,63 @@ def _check_kernel(header, sums, outcome, first, n, start, arrived, own):
 
 @triton.jit(do_not_specialize=["n"])
 def _plan_kernel(old, values, table, n, form: tl.constexpr, difference: tl.constexpr):
-    """Store the entries of a table: the length and the parameter of each block."""
-    block, valid, count = _place(n)
-    code, exponent = _codes(old, values, block, valid, form, difference)
+    """Store the entry of each block in the table: the length of its payload, and its parameter."""
+    block, first, valid, count = _place(n)
+    code, exponent = _codes(old, values, first, valid, form, difference)
     parameter = _chosen(code, exponent, valid, count, difference)
-    at = tl.zeros([_BLOCKS], tl.int64)
-    at = _encoded(None, None, at, valid, count, code, exponent, parameter, count > 0, False, form, difference)
-    length, raw = ((at + 7) // 8).to(tl.int32), count * (form.bits // 8)
-    changed = tl.max(tl.max((code != 0).to(tl.int32), axis=2), axis=1) > 0
-    length = tl.where(changed, tl.minimum(length, raw), 0)
-    entry = length | (tl.where((length > 0) & (length < raw), parameter, 0) << 16)
-    tl.store(table + block, entry, mask=count > 0)
+    at = tl.sum(
+        _encoded(None, tl.zeros([_LANES], tl.int32), valid, code, exponent, parameter, form, difference), axis=0
+    )
+    length, raw = (at + 7) // 8, count * (form.bits // 8)
+    length = tl.where(_largest(code) > 0, tl.minimum(length, raw), 0)
+    tl.store(table + block, length | (tl.where((length > 0) & (length < raw), parameter, 0) << 16))
 
 
 @triton.jit(do_not_specialize=["n"])
-def _write_kernel(old, values, table, ends, words, message, n, form: tl.constexpr, difference: tl.constexpr):
+def _write_kernel(old, values, table, ends, words, n, form: tl.constexpr, difference: tl.constexpr):
     """Write the payloads."""
-    block, valid, count = _place(n)
-    code, exponent = _codes(old, values, block, valid, form, difference)
-    entry = tl.load(table + block, mask=count > 0, other=0)
-    length, raw = entry & 0xFFFF, count * (form.bits // 8)
-    start = _HEADER + 4 * ((n + _BLOCK - 1) // _BLOCK)
-    start += tl.load(ends + block, mask=count > 0, other=0) - length
-    at, parameter, coded = 8 * start, (entry >> 16) & 255, (length > 0) & (length < raw)
-    _encoded(words, message, at, valid, count, code, exponent, parameter, coded, True, form, difference)
-    new = tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32)
-    item: tl.constexpr = form.bits // 8
-    for byte in tl.static_range(item):
-        at = start[:, None, None] + _inside() * item + byte
-        tl.store(message + at, ((new >> (8 * byte)) & 255).to(tl.uint8), mask=valid & (length == raw)[:, None, None])
+    block, first, valid, count = _place(n)
+    entry = tl.load(table + block)
+    length, raw, parameter = entry & 0xFFFF, count * (form.bits // 8), (entry >> 16) & 255
+    start = _HEADER + 4 * _blocks(n) + tl.load(ends + block) - length
+    words, at = words + start // 4, (start % 4).to(tl.int32)
+    if (length > 0) & (length < raw):
+        code, exponent = _codes(old, values, first, valid, form, difference)
+        _encoded(words, 8 * at, valid, code, exponent, parameter, form, difference)
+    elif length == raw:
+        new = _loaded(values, first, valid, form.bits)
+        item: tl.constexpr = form.bits // 8
+        for byte in tl.static_range(item):
+            _store_byte(words, at + _inside() * item + byte, new >> (8 * byte), valid)
+
+
+@triton.jit
+def _store_byte(words, place, byte, valid):
+    tl.store(words.to(tl.pointer_type(tl.uint8)) + place, (byte & 255).to(tl.uint8), mask=valid)
+
+
+@triton.jit
+def _blocks(n):
+    return (n.to(tl.int64) + (_BLOCK - 1)) // _BLOCK
 
 
 @triton.jit
 def _place(n):
-    """Return the numbers of this program's blocks, their elements [blocks, groups, 64] as a mask, and as counts."""
-    block = tl.program_id(0).to(tl.int64) * _BLOCKS + tl.arange(0, _BLOCKS)
-    count = tl.minimum(tl.maximum(n - block * _BLOCK, 0), _BLOCK).to(tl.int32)
-    return block, _inside() < count[:, None, None], count
+    """Return this program's block, its first element, which elements [16, lanes] there are, and how many."""
+    block = tl.program_id(0).to(tl.int64)
+    first = block * _BLOCK
+    count = tl.minimum(n - first, _BLOCK).to(tl.int32)
+    return block, first, _inside() < count, count
 
 
 @triton.jit
 def _inside():
-    """Return the place of each element in its block."""
-    return tl.arange(0, _GROUPS)[None, :, None] * 64 + tl.arange(0, 64)[None, None, :]
+    """Return the place of each element in its block.
 
-
-@triton.jit
-def _index(block):
-    return block[:, None, None] * _BLOCK + _inside()
+    With `+` in place of `|`, Triton would see which elements are neighbors. It would then give each lane elements of
+    several pieces, and each lane would compute all of these pieces.
+    """
+    return tl.arange(0, BITS)[:, None] | (tl.arange(0, _LANES) * BITS)[None, :]
 
 
 @triton.jit
@@ -245,9 +256,9 @@ def _ordered(x, bits: tl.constexpr):
 
 
 @triton.jit
-def _loaded(values, block, valid, bits: tl.constexpr):
+def _loaded(values, first, valid, bits: tl.constexpr):
     """Return the bits of the elements as unsigned integers."""
-    return _cut(tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32), bits)
+    return _cut(tl.load(values + first + _inside(), mask=valid, other=0).to(tl.uint32), bits)
 
 
 @triton.jit
@@ -258,13 +269,13 @@ def _cut(x, bits: tl.constexpr):
 
 
 @triton.jit
-def _codes(old, values, block, valid, form: tl.constexpr, difference: tl.constexpr):
+def _codes(old, values, first, valid, form: tl.constexpr, difference: tl.constexpr):
     """Return the codes, and the exponents of the old values or of the values."""
     bits: tl.constexpr = form.bits
-    new = _loaded(values, block, valid, bits)
+    new = _loaded(values, first, valid, bits)
     known = new
     if difference:
-        known = _loaded(old, block, valid, bits)
+        known = _loaded(old, first, valid, bits)
         distance = _cut(_ordered(new, bits) - _ordered(known, bits), bits)
         code = _cut((distance << 1) ^ (0 - (distance >> (bits - 1))), bits)
     else:
@@ -284,8 +295,8 @@ def _largest(x):
 
 
 @triton.jit
-def _total(flags):
-    return tl.sum(tl.sum(flags.to(tl.int32), axis=2), axis=1)
+def _total(x):
+    return tl.sum(tl.sum(x, axis=0), axis=0)
 
 
 @triton.jit
@@ -293,121 +304,117 @@ def _chosen(code, exponent, valid, count, difference: tl.constexpr):
     """Return the least parameter that is enough, by halving."""
     low, high = count * 0, count * 0 + _LARGEST
     for _ in range(8):
-        middle = (low + high) // 2
-        each = middle[:, None, None]
+        each = (low + high) // 2
         if difference:
             width = tl.minimum(tl.maximum(each - exponent, 0), 31)
             needing = ((code >> width.to(tl.uint32)) != 0) & (each - exponent < 32)
-            enough = 2 * _total(valid & (exponent <= each + 1)) >= 3 * _total(valid & needing)
+            # Both counts are at most 512, so one sum has both.
+            both = _total(((exponent <= each + 1).to(tl.int32) << 16 | needing.to(tl.int32)) * valid.to(tl.int32))
+            enough = 2 * (both >> 16) >= 3 * (both & 0xFFFF)
         else:
-            enough = 8 * _total(valid & (exponent > each)) <= count
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough | (middle == _LARGEST), low, middle + 1)
+            enough = 8 * _total((valid & (exponent > each)).to(tl.int32)) <= count
+        high = tl.where(enough, each, high)
+        low = tl.where(enough | (each == _LARGEST), low, each + 1)
     return low
 
 
 @triton.jit
 def _widths(exponent, step, bits: tl.constexpr):
-    return tl.minimum(tl.maximum(step[:, None, None] - exponent, 0), bits - 1)
+    return tl.minimum(tl.maximum(step - exponent, 0), bits - 1)
 
 
 @triton.jit
 def _quiet(exponent, step, valid):
-    return to_word(valid & (exponent >= step[:, None, None] + _QUIET))
+    return to_pieces(valid & (exponent >= step + _QUIET))
 
 
 @triton.jit
-def _encoded(
-    words, message, at, valid, count, code, exponent, parameter, enabled,
-    writing: tl.constexpr, form: tl.constexpr, difference: tl.constexpr,
-):  # fmt: skip
-    """Write the payloads from the bits `at` of the message on, or only count. Return where they end."""
-    mantissa: tl.constexpr = form.mantissa
-    valid_word = to_word(valid)
+def _encoded(words, at, valid, code, exponent, parameter, form: tl.constexpr, difference: tl.constexpr):
+    """Write a payload from the bit `at` of `words` on, and return where it ends. Without `words`, only count.
+
+    `at` is then the bits of each lane so far, which need no sum over lanes before the last.
+    """
+    there = to_pieces(valid)
     if difference:
         width = _widths(exponent, parameter, form.bits)
-        quotient = code >> width.to(tl.uint32)
-        head = tl.minimum(quotient, _ESCAPE).to(tl.int32)
+        head = tl.minimum(code >> width.to(tl.uint32), _ESCAPE).to(tl.int32)
         width = tl.where(head == _ESCAPE, 0, width)
         quiet = _quiet(exponent, parameter, valid)
-        there, hit = occupied_bytes(quiet), occupied_bytes(to_word(head > 0) & quiet)
-        at = _put(words, at, hit, there, enabled, writing)
-        mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
-        at = _put_unary(words, at, head, mask, 0, enabled, writing)
-        at = _put_escaped(words, at, code, valid & (head == _ESCAPE), form.bits, enabled, writing)
+        hit = occupied_bytes(to_pieces(head > 0) & quiet)
+        at = _put(words, at, hit, occupied_bytes(quiet))
+        mask = (there & (quiet ^ -1)) | (quiet & (hit * 255))
+        at = _put_unary(words, at, head, mask, 0)
+        at = _put_escaped(words, at, code, valid & (head == _ESCAPE), form.bits)
         low: tl.constexpr = 0
     else:
-        low: tl.constexpr = (mantissa + 1) // 8 * 8
-        width = exponent * 0 + (mantissa + 1)
+        low: tl.constexpr = (form.mantissa + 1) // 8 * 8
+        width = exponent * 0 + (form.mantissa + 1)
         for byte in tl.static_range(low // 8):
-            if writing:
-                place = (at // 8)[:, None, None] + _inside()
-                stored = ((code >> (8 * byte)) & 255).to(tl.uint8)
-                tl.store(message + place, stored, mask=valid & enabled[:, None, None])
-            at += 8 * count
-        below = parameter[:, None, None] - exponent
+            if words is not None:
+                _store_byte(words, at // 8 + _inside(), code >> (8 * byte), valid)
+            at = _ended(words, at, 8 * count_ones(there))
+        below = parameter - exponent
         head = tl.minimum(tl.where(below > 4, below + 1, below), _ESCAPE)
         head = tl.where(below == -1, 5, tl.where(below < -1, _ESCAPE, head))
-        rest = to_word(head >= _SYMBOLS)
-        at = _put(words, at, to_word((head & 1) == 1) | rest, valid_word, enabled, writing)
-        at = _put(words, at, to_word((head & 2) == 2) | rest, valid_word, enabled, writing)
-        at = _put_unary(words, at, head, rest & valid_word, _SYMBOLS, enabled, writing)
-        escaped = valid & (head == _ESCAPE)
-        at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, form.exponents, enabled, writing)
+        rest = to_pieces(head >= _SYMBOLS)
+        at = _put(words, at, to_pieces(head & 1) | rest, there)
+        at = _put(words, at, to_pieces((head >> 1) & 1) | rest, there)
+        at = _put_unary(words, at, head, rest & there, _SYMBOLS)
+        at = _put_escaped(words, at, exponent.to(tl.uint32), valid & (head == _ESCAPE), form.exponents)
     for bit in range(low, _largest(width)):
-        mask = to_word(width > bit) & valid_word
-        at = _put(words, at, to_word(((code >> bit) & 1) == 1), mask, enabled, writing)
+        at = _put(words, at, to_pieces((code >> bit) & 1), to_pieces(width > bit) & there)
     return at
 
 
 @triton.jit
-def _put_unary(words, at, head, mask, start: tl.constexpr, enabled, writing: tl.constexpr):
+def _ended(words, at, count):
+    """Return where `count` more bits of each lane end."""
+    return at + count if words is None else at + tl.sum(count, axis=0)
+
+
+@triton.jit
+def _put_unary(words, at, head, mask, start: tl.constexpr):
     for limit in range(start, tl.minimum(_largest(head) + 1, _ESCAPE)):
-        larger = to_word(head > limit) & mask
-        at = _put(words, at, larger, mask, enabled, writing)
+        larger = to_pieces(head > limit) & mask
+        at = _put(words, at, larger, mask)
         mask = larger
     return at
 
 
 @triton.jit
-def _put(words, at, word, mask, enabled, writing: tl.constexpr):
+def _put(words, at, pieces, mask):
     """Append the bits of `mask`. Return where they end."""
     count = count_ones(mask)
-    if writing:
-        start = at[:, None] + tl.cumsum(count, axis=1) - count
-        bits, shift = extract(word, mask), (start & 31).to(tl.uint64)
-        _or(words, start // 32, bits << shift, enabled[:, None])
-        _or(words, start // 32 + 1, (bits >> (32 - shift)), enabled[:, None])
-        _or(words, start // 32 + 2, (bits >> (63 - shift)) >> 1, enabled[:, None])
-    return at + tl.sum(count, axis=1)
+    if words is not None:
+        _or(words, at + tl.cumsum(count, axis=0) - count, extract(pieces, mask).to(tl.uint64), mask != 0)
+    return _ended(words, at, count)
 
 
 @triton.jit
-def _or(words, index, bits, enabled):
-    lower = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    tl.atomic_or(words + index, lower, mask=enabled & (lower != 0), sem="relaxed")
+def _or(words, start, bits, sent):
+    """Set up to 32 `bits` at the bit `start` of `words`."""
+    bits = bits << (start & 31).to(tl.uint64)
+    for half in tl.static_range(2):
+        part = ((bits >> (32 * half)) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+        tl.atomic_or(words + (start >> 5) + half, part, mask=sent & (part != 0), sem="relaxed")
 
 
 @triton.jit
-def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr, enabled, writing: tl.constexpr):
-    """Append whole quotients."""
-    start, end = _escaped_at(at, escaped, bits)
-    if writing:
-        number, sent = quotient.to(tl.uint64) << (start & 31).to(tl.uint64), escaped & enabled[:, None, None]
-        _or(words, start // 32, number, sent)
-        _or(words, start // 32 + 1, number >> 32, sent)
-    return end
+def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr):
+    """Append whole quotients, which are rare."""
+    count = tl.sum(escaped.to(tl.int32), axis=0)
+    if words is not None:  # noqa: SIM102 (Triton decides the outer one when it compiles)
+        if tl.sum(count, axis=0) > 0:
+            _or(words, at + bits * _ranks(escaped), quotient.to(tl.uint64), escaped)
+    return _ended(words, at, bits * count)
 
 
 @triton.jit
-def _escaped_at(at, escaped, bits: tl.constexpr):
-    """Return where the quotient of each escaped element starts, and where they end."""
-    word = to_word(escaped)
-    count = count_ones(word)
-    before = (tl.cumsum(count, axis=1) - count)[:, :, None]
-    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
-    rank = before + count_ones(word[:, :, None] & (((lane * 0 + 1) << lane) - 1))
-    return at[:, None, None] + rank * bits, at + tl.sum(count, axis=1) * bits
+def _ranks(escaped):
+    """Return how many elements are escaped before each."""
+    ones = escaped.to(tl.int32)
+    count = tl.sum(ones, axis=0)
+    return (tl.cumsum(count, axis=0) - count)[None, :] + tl.cumsum(ones, axis=0) - ones
 
 
 # ---- Decoding ----
@@ -415,7 +422,7 @@ def _escaped_at(at, escaped, bits: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "stride", "own"])
 def _decode_kernel(
-    words, message, table, ends, values, outcome, n, stride, own, form: tl.constexpr, difference: tl.constexpr
+    words, table, ends, values, outcome, n, stride, own, form: tl.constexpr, difference: tl.constexpr
 ):  # fmt: skip
     """Decode the payloads of each row but `own`, if its message has no problem."""
     row = tl.program_id(1).to(tl.int64)
@@ -423,75 +430,76 @@ def _decode_kernel(
     if (tl.load(outcome) != 0) | (row == own):
         return
     words += row * (stride // 4)
-    message += row * stride
     table += row * (stride // 4)
-    ends += row * ((n + _BLOCK - 1) // _BLOCK)
+    ends += row * _blocks(n)
     values += row * n
-    block, valid, count = _place(n)
-    entry = tl.load(table + block, mask=count > 0, other=0)
+    block, first, valid, count = _place(n)
+    entry = tl.load(table + block)
     length, raw, parameter = entry & 0xFFFF, count * (form.bits // 8), (entry >> 16) & 255
     nbytes = tl.load((words + 4).to(tl.pointer_type(tl.int64)))
-    last = (n + _BLOCK - 1) // _BLOCK - 1
-    end = tl.load(ends + block, mask=count > 0, other=0) + _HEADER + 4 * (last + 1)
+    end = tl.load(ends + block) + _HEADER + 4 * _blocks(n)
     start = end - length
     # Nothing follows the last payload but what fills up a word.
-    possible = (length <= raw) & (end <= nbytes) & ((block != last) | (nbytes - end < 8))
-    coded = possible & (length > 0) & (length < raw)
-    known = _loaded(values, block, valid, form.bits)
-    limit = tl.where(coded, nbytes // 4, 0)
-    new, at = _decoded(words, message, 8 * start, valid, count, known, parameter, limit, form, difference)
-    possible = possible & ((length == 0) | (length == raw) | ((at + 7) // 8 == end))
-    valid = valid & possible[:, None, None]
-    is_raw = (length == raw)[:, None, None]
-    as_sent = known * 0
-    item: tl.constexpr = form.bits // 8
-    for byte in tl.static_range(item):
-        place = start[:, None, None] + _inside() * item + byte
-        as_sent |= tl.load(message + place, mask=valid & is_raw, other=0).to(tl.uint32) << (8 * byte)
-    unsent = known if difference else as_sent
-    new = tl.where(is_raw, as_sent, tl.where((length == 0)[:, None, None], unsent, new))
+    possible = (length <= raw) & (end <= nbytes) & ((block != _blocks(n) - 1) | (nbytes - end < 8))
+    words, at = words + start // 4, (start % 4).to(tl.int32)
+    # How many words follow: a payload has at most 512, and may start inside a word.
+    limit = tl.minimum(nbytes // 4 - start // 4, _BLOCK + 1).to(tl.int32)
+    new = tl.zeros([BITS, _LANES], tl.uint32)
+    if difference:
+        new = _loaded(values, first, valid, form.bits)
+    if possible & (length > 0) & (length < raw):
+        new, bits = _decoded(words, 8 * at, valid, new, parameter, limit, form, difference)
+        possible = (bits + 7) // 8 == at + length
+    elif length == raw:
+        new = new * 0
+        item: tl.constexpr = form.bits // 8
+        for byte in tl.static_range(item):
+            new |= _byte_at(words, at + _inside() * item + byte, valid & possible) << (8 * byte)
     stored = new.to(tl.uint16).to(tl.int16, bitcast=True) if form.bits == 16 else new.to(tl.int32, bitcast=True)
-    tl.store(values + _index(block), stored, mask=valid)
-    tl.atomic_max(outcome, (1 - tl.min(possible.to(tl.int32), axis=0)) * _INVALID)
+    tl.store(values + first + _inside(), stored, mask=valid & possible)
+    if not possible:
+        tl.atomic_max(outcome, _INVALID)
 
 
 @triton.jit
-def _decoded(
-    words, message, at, valid, count, known, parameter, limit, form: tl.constexpr, difference: tl.constexpr
-):  # fmt: skip
-    """Return the bits of the elements, and where the payloads end."""
+def _byte_at(words, place, valid):
+    return tl.load(words.to(tl.pointer_type(tl.uint8)) + place, mask=valid, other=0).to(tl.uint32)
+
+
+@triton.jit
+def _decoded(words, at, valid, known, parameter, limit, form: tl.constexpr, difference: tl.constexpr):
+    """Return the bits of the elements, and where the payload ends."""
     bits: tl.constexpr = form.bits
-    mantissa: tl.constexpr = form.mantissa
-    valid_word, code = to_word(valid), known * 0
+    there, code = to_pieces(valid), known * 0
     if difference:
         exponent = _exponent(known, form)
         width, quiet = _widths(exponent, parameter, bits), _quiet(exponent, parameter, valid)
         hit, at = _take(words, at, occupied_bytes(quiet), limit)
-        mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
+        mask = (there & (quiet ^ -1)) | (quiet & (hit * 255))
         head, at = _take_unary(words, at, exponent * 0, mask, 0, limit)
-        escaped = valid & (head == _ESCAPE)
-        quotient, at = _take_escaped(words, at, head.to(tl.uint32), escaped, bits, limit)
+        quotient = head.to(tl.uint32)
+        quotient, at = _take_escaped(words, at, quotient, valid & (head == _ESCAPE), bits, limit)
         width = tl.where(head == _ESCAPE, 0, width)
         low: tl.constexpr = 0
     else:
-        low: tl.constexpr = (mantissa + 1) // 8 * 8
-        width = (known * 0).to(tl.int32) + (mantissa + 1)
+        low: tl.constexpr = (form.mantissa + 1) // 8 * 8
+        width = (known * 0).to(tl.int32) + (form.mantissa + 1)
         for byte in tl.static_range(low // 8):
-            place = (at // 8)[:, None, None] + _inside()
-            inside = valid & (place < 4 * limit[:, None, None])
-            code |= tl.load(message + place, mask=inside, other=0).to(tl.uint32) << (8 * byte)
-            at += 8 * count
-        first, at = _take(words, at, valid_word, limit)
-        second, at = _take(words, at, valid_word, limit)
-        head, at = _take_unary(words, at, to_lanes(first) + 2 * to_lanes(second), first & second, _SYMBOLS, limit)
+            place = at // 8 + _inside()
+            code |= _byte_at(words, place, valid & (place < 4 * limit)) << (8 * byte)
+            at += 8 * tl.sum(count_ones(there), axis=0)
+        lower, at = _take(words, at, there, limit)
+        upper, at = _take(words, at, there, limit)
+        head = to_flags(lower) + 2 * to_flags(upper)
+        head, at = _take_unary(words, at, head, lower & upper, _SYMBOLS, limit)
         below = tl.where(head == 5, -1, tl.where(head > 5, head - 1, head))
-        exponent = ((parameter[:, None, None] - below) & 255).to(tl.uint32)
-        escaped = valid & (head == _ESCAPE)
-        quotient, at = _take_escaped(words, at, exponent, escaped, form.exponents, limit)
+        quotient = ((parameter - below) & 255).to(tl.uint32)
+        quotient, at = _take_escaped(words, at, quotient, valid & (head == _ESCAPE), form.exponents, limit)
+    code |= quotient << width.to(tl.uint32)
     for bit in range(low, _largest(width)):
-        word, at = _take(words, at, to_word(width > bit) & valid_word, limit)
-        code |= to_lanes(word).to(tl.uint32) << bit
-    code = _cut(code | (quotient << width.to(tl.uint32)), bits)
+        pieces, at = _take(words, at, to_pieces(width > bit) & there, limit)
+        code |= to_flags(pieces).to(tl.uint32) << bit
+    code = _cut(code, bits)
     if difference:
         distance = (code >> 1) ^ (0 - (code & 1))
         found = _ordered(_cut(_ordered(known, bits) + distance, bits), bits)
@@ -502,37 +510,37 @@ def _decoded(
 
 @triton.jit
 def _take(words, at, mask, limit):
-    """Return the next bits at the places of `mask`, and where they end. After `limit` words there are zeros."""
+    """Return the next bits at the places of `mask`, and where they end."""
     count = count_ones(mask)
-    start = at[:, None] + tl.cumsum(count, axis=1) - count
-    index, shift = start // 32, (start & 31).to(tl.uint64)
-    each = limit[:, None]
-    found = _word_at(words, index, each) >> shift
-    found |= _word_at(words, index + 1, each) << (32 - shift)
-    found |= (_word_at(words, index + 2, each) << (63 - shift)) << 1
-    return deposit(found, mask), at + tl.sum(count, axis=1)
+    found = _bits_at(words, at + tl.cumsum(count, axis=0) - count, limit)
+    return deposit((found & 0xFFFF).to(tl.int32), mask), at + tl.sum(count, axis=0)
 
 
 @triton.jit
-def _word_at(words, index, limit):
-    found = tl.load(words + index, mask=(index >= 0) & (index < limit), other=0)
-    return found.to(tl.uint32, bitcast=True).to(tl.uint64)
+def _bits_at(words, start, limit):
+    """Return 32 bits or more from the bit `start` on. After `limit` words there are zeros."""
+    found = tl.zeros(start.shape, tl.uint64)
+    for half in tl.static_range(2):
+        index = (start >> 5) + half
+        word = tl.load(words + index, mask=index < limit, other=0).to(tl.uint32, bitcast=True)
+        found |= word.to(tl.uint64) << (32 * half)
+    return found >> (start & 31).to(tl.uint64)
 
 
 @triton.jit
 def _take_unary(words, at, head, mask, start: tl.constexpr, limit):
     reached = start
-    while (reached < _ESCAPE) & (_largest(mask) > 0):
+    while (reached < _ESCAPE) & (tl.max(mask, axis=0) > 0):
         mask, at = _take(words, at, mask, limit)
-        head += to_lanes(mask)
+        head += to_flags(mask)
         reached += 1
     return head, at
 
 
 @triton.jit
 def _take_escaped(words, at, quotient, escaped, bits: tl.constexpr, limit):
-    start, end = _escaped_at(at, escaped, bits)
-    index, each = start // 32, limit[:, None, None]
-    number = _word_at(words, index, each) | (_word_at(words, index + 1, each) << 32)
-    number = (number >> (start & 31).to(tl.uint64)) & ((1 << bits) - 1)
-    return tl.where(escaped, number.to(tl.uint32), quotient), end
+    count = _total(escaped.to(tl.int32))
+    if count > 0:
+        number = _bits_at(words, at + bits * _ranks(escaped), limit) & ((1 << bits) - 1)
+        quotient = tl.where(escaped, number.to(tl.uint32), quotient)
+    return quotient, at + bits * count

@@ -227,7 +227,7 @@ def _place(table, n, variant: tl.constexpr):
     if table is not None:
         length = _field(table, 0)
     else:
-        length = n
+        length = n.to(tl.int64)
     unit: tl.constexpr = variant.unit
     left = tl.minimum(tl.maximum(length - first, 0), variant.tile).to(tl.int32)
     return length, first, tl.multiple_of(left, unit)
