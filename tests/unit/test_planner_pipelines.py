@@ -120,14 +120,15 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert not planner(memory=0.001).solve([Layout(2), Layout(4)])
 
 
-@pytest.mark.parametrize("memory, faster", [seldom(26, 1.3), (14, 1.5), seldom(12, 3.0), (10, 1.0)])
+@pytest.mark.parametrize("memory, faster", [seldom(26, 1.2), (14, 1.5), seldom(12, 3.0), (10, 1.0)])
 def test_free_extents_are_never_worse_than_the_named(memory: int, faster: float) -> None:
     """The less memory there is, the fewer of the named strategies fit that keep gathers inside nodes."""
     shape, _ = named_models()["gpt-2.5b"]
     request = Request(64, memory * GIB, checkpointing=True, micro_batches=(1,))
     made = Pipelines(lambda count: shape.staged("gpt", 512, count), CLUSTER, request)
     free = made.solve([Layout(2)], best=1)[0]
-    layouts = [Layout(2, strategy=name) for name in ("ddp", "zero1", "zero2", "zero3", "mics")]
+    names = ("ddp", "zero1", "zero2", "zero3", "zero3 route=flat", "mics")
+    layouts = [Layout(2, strategy=name) for name in names]
     steps = [made.predict(layout, free.batching) for layout in layouts]
     named = min(step.seconds for step in steps if step.peak_bytes <= request.memory)
     assert named >= faster * free.seconds

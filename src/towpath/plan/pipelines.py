@@ -164,7 +164,7 @@ class Pipelines:
                 made = (replace(layout, strategy=solver.candidates.strategy(each)) for each in ordered)
                 found = list(islice((each for each in made if self._fits(each, batching)), MOST_STRATEGIES))
                 # The fastest routes need more memory. The plain ones of zero3 may fit where nothing else does.
-                plain = replace(layout, strategy="zero3")
+                plain = replace(layout, strategy="zero3 route=flat")
                 if not found and not self.request.exact and self._fits(plain, batching):
                     found = [plain]
                 yield from ((each, batching) for each in found)
