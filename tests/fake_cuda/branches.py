@@ -1,9 +1,9 @@
 """The branches of the sources that only a GPU takes, and which of them ran.
 
-A branch is an `if`, a conditional expression or an `and` that asks for a GPU (`device.type == "cuda"`, `tensor.is_cuda`,
-a variable or an attribute that was assigned from one of these, or an answer of `torch.cuda`). It also is a statement
-that uses `torch.cuda`, a stream or an event, and each statement of a class that only exists on GPUs. A branch ran if an instruction of its
-source did: of the side that a GPU takes.
+A branch is an `if`, a conditional expression or an `and` that asks for a GPU: `device.type == "cuda"`,
+`tensor.is_cuda`, `torch.cuda.is_available()`, or a name that was assigned from one of these. It also is a statement
+that uses `torch.cuda`, a stream or an event, and each statement of a class that only exists on GPUs. A branch ran if
+an instruction of its source did, of the side that a GPU takes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -119,7 +120,7 @@ class _Finder:
                 if polarity is not None:
                     self._add(node.body if polarity else node.orelse)
             case ast.BoolOp():
-                for before, after in zip(node.values, node.values[1:], strict=False):
+                for before, after in pairwise(node.values):
                     polarity = self._polarity(before)
                     if polarity is not None and polarity is isinstance(node.op, ast.And):
                         self._add(after)
@@ -129,7 +130,8 @@ class _Finder:
                         self._add(test)
             case ast.ClassDef():
                 if node.name in ON_GPUS:
-                    for each in ast.walk(node):
+                    methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                    for each in (inner for method in methods for inner in ast.walk(method)):
                         if isinstance(each, ast.stmt):
                             self._add_statement(each)
             case ast.FunctionDef():
@@ -152,9 +154,10 @@ class _Finder:
 
     def _visit_body(self, body: list[ast.stmt]) -> None:
         """After `if not on_gpu: return`, what follows is the branch of a GPU."""
-        for statement, following in zip(body, body[1:], strict=False):
-            leaves = isinstance(statement, ast.If) and isinstance(statement.body[-1], (ast.Return, ast.Raise))
-            if leaves and not statement.orelse and self._polarity(statement.test) is False:
+        for statement, following in pairwise(body):
+            if not isinstance(statement, ast.If) or statement.orelse or self._polarity(statement.test) is not False:
+                continue
+            if isinstance(statement.body[-1], (ast.Return, ast.Raise)):
                 self._add_statement(following)
 
     def _add_statement(self, node: ast.stmt) -> None:
@@ -219,13 +222,13 @@ def recording() -> Generator[set[Branch]]:
     before = sys.gettrace()
     sys.settrace(called)
     threading.settrace(called)
-    device.on_new_thread = lambda: sys.settrace(called)
+    device.trace = called
     try:
         yield ran
     finally:
         sys.settrace(before)
         threading.settrace(before)  # pyright: ignore[reportArgumentType]
-        device.on_new_thread = None
+        device.trace = None
 
 
 def listed(found: Iterable[Branch]) -> Iterator[str]:

@@ -8,6 +8,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -155,7 +156,17 @@ at::Tensor moved(const at::Tensor& tensor, bool to_device) {
   return made;
 }
 
+// DistributedDataParallel asks for one.
+struct Timer final : c10d::Timer {
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 } // namespace
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, ::Timer);
+}
 
 TORCH_LIBRARY(fake_cuda, library) {
   library.def("moved(Tensor tensor, bool to_device) -> Tensor");

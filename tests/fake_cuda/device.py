@@ -51,8 +51,8 @@ _IN_PLACE = {"set_", "resize_", "resize_as_"}
 _TAKE_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
-# Called on each thread that an operator runs on, if it is not traced: autograd's threads are not Python's own.
-on_new_thread: Callable[[], None] | None = None
+# A function for `sys.settrace` on each thread that an operator runs on: autograd's threads are not Python's own.
+trace: Callable[..., Any] | None = None
 
 
 @cache
@@ -123,8 +123,8 @@ class Device:
 
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator that has at least one argument on the device, or makes a tensor there."""
-        if on_new_thread is not None and sys.gettrace() is None:
-            on_new_thread()
+        if trace is not None and sys.gettrace() is not trace:
+            sys.settrace(trace)
         known = _Operator.of(op)
         if known.is_view or known.in_place:
             return op.redispatch(_CPU, *args, **kwargs)

@@ -1,12 +1,13 @@
 """Real ranks on the fake device: what one sends on "NCCL" another receives, over gloo.
 
 Collectives of tensors on the device are those of gloo on their memory. The engine is told that they are NCCL's, so it
-takes NCCL's form of each transfer, and shares process groups as on GPUs. Each call ends before it returns, so ranks that
-call in different orders hang where NCCL could, too.
+takes NCCL's form of each transfer, and shares process groups as on GPUs. Each call ends before it returns. So ranks
+that call in different orders hang where NCCL could, too.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from tests.fake_cuda.device import on_host
 from tests.fake_cuda.kernels import recorded_launches
 from tests.fake_cuda.runtime import Runtime, fake_cuda
-from towpath import api
 from towpath.topology import groups
 
 # PyTorch's operators for collectives. Gloo has no coalesced ones.
@@ -54,19 +54,20 @@ def _over_gloo(name: str) -> Any:
 @contextmanager
 def gpu_ranks() -> Generator[Runtime]:
     """Let each rank of this gloo job have a GPU, and NCCL between them. Every rank must enter."""
-    nccl: set[dist.ProcessGroup] = set()
-    made = groups.new_group
+    nccl, on_host = set[dist.ProcessGroup](), set[dist.ProcessGroup]()
+    make_group, config_of = groups.new_group, dist.get_backend_config
 
     def new_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
         options.pop("max_ctas", None)
-        group = made(ranks, purpose, "gloo" if backend == "nccl" else backend, **options)
-        if backend == "nccl":
-            nccl.add(group)
+        group = make_group(ranks, purpose, "gloo" if backend == "nccl" else backend, **options)
+        if backend is not None:
+            (nccl if backend == "nccl" else on_host).add(group)
         return group
 
-    def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-        found = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        return {"cuda": "nccl"} if group in nccl else found | {"cuda": "nccl"}
+    def backend_config(group: dist.ProcessGroup | None = None) -> str:
+        if group in on_host:
+            return config_of(group)
+        return "cuda:nccl" if group in nccl else "cpu:gloo,cuda:nccl"
 
     library = torch.library.Library("c10d", "IMPL")
     with ExitStack() as stack:
@@ -77,7 +78,7 @@ def gpu_ranks() -> Generator[Runtime]:
         stack.callback(library._destroy)  # pyright: ignore[reportPrivateUsage]
         stack.enter_context(recorded_launches(cuda.device))
         stack.enter_context(mock.patch.object(groups, "new_group", new_group))
-        stack.enter_context(mock.patch.object(groups, "backends_of", backends_of))
-        stack.enter_context(mock.patch.object(groups, "connect", lambda group: None))
-        stack.enter_context(mock.patch.object(api, "check_devices", lambda groups, device: None))
+        stack.enter_context(mock.patch.object(dist, "get_backend_config", backend_config))
+        # Each rank has a GPU of its own.
+        stack.enter_context(mock.patch.dict(os.environ, NCCL_HOSTID=f"rank-{dist.get_rank()}"))
         yield cuda

@@ -59,7 +59,6 @@ class Runtime:
     def __post_init__(self) -> None:
         self.device = Device(self.waited)
         self.done = 0  # the operations that the device is known to have ended
-        self.streams: dict[int, Stream] = {}
         self.default = torch.Stream.__new__(Stream, stream_id=0, device_index=0, device_type=_CUDA).of(self)
 
     def waited(self, what: str, until: int | None = None) -> None:
@@ -97,7 +96,7 @@ class Runtime:
         return self.idle or operations <= self.done
 
     def current_stream(self) -> Stream:
-        return self.streams[library().fake_cuda_stream()]
+        return _streams[library().fake_cuda_stream()]
 
 
 def _places() -> tuple[str, ...]:
@@ -111,6 +110,7 @@ def _places() -> tuple[str, ...]:
 
 
 _runtime: Runtime | None = None  # the one that runs
+_streams: dict[int, Stream] = {}  # by number. Models share them, and may outlive a runtime.
 
 
 class Stream(torch.Stream):
@@ -124,7 +124,7 @@ class Stream(torch.Stream):
 
     def of(self, runtime: Runtime) -> Stream:
         self.runtime = runtime
-        runtime.streams[self.stream_id] = self
+        _streams[self.stream_id] = self
         return self
 
     @property
@@ -173,6 +173,13 @@ class Event:
         assert self._timed and end._timed, "events are timed if made with enable_timing=True"
         assert self.query() and end.query(), "the device has not reached both events"
         return float(end._at - self._at)
+
+
+class _Generator(torch.Generator):
+    """A generator of random numbers, which is the CPU's on all devices."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
 class _DeviceContext:
@@ -256,6 +263,7 @@ def fake_cuda() -> Generator[Runtime]:
     with (
         mock.patch.multiple(torch.cuda, **_replacements(made)),
         mock.patch.object(dist, "barrier", waiting_barrier),
+        mock.patch.object(torch, "Generator", _Generator),
         operators(made.device),
     ):
         _runtime = made

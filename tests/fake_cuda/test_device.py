@@ -91,8 +91,14 @@ def test_tensors_of_the_host_do_not_mix_with_those_of_the_device() -> None:
 def test_what_waits_for_the_device_is_counted_and_nothing_else() -> None:
     with fake_cuda() as cuda:
         x, pinned = torch.ones(3, device="cuda"), torch.empty(3, pin_memory=True)
-        event, stream = torch.cuda.Event(), torch.cuda.Stream()
-        event.record()
+        stream = torch.cuda.Stream()
+
+        def await_event() -> None:
+            event = torch.cuda.Event()
+            x.mul_(1)
+            event.record()
+            event.synchronize()
+
         waits: list[Callable[[], object]] = [
             lambda: bool(x[0].item()),
             x.tolist,
@@ -104,7 +110,7 @@ def test_what_waits_for_the_device_is_counted_and_nothing_else() -> None:
             lambda: pinned.copy_(x),  # page-locked, but the host was not told that it need not wait
             lambda: torch.empty(3).copy_(x, non_blocking=True),
             lambda: torch.tensor([1.0], device="cuda"),
-            event.synchronize,
+            await_event,
             stream.synchronize,
             torch.cuda.synchronize,
         ]
