@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -186,6 +187,21 @@ def test_an_evaluation_with_weights_that_one_rank_has_written_fails_on_all_ranks
 
 def test_an_evaluation_with_different_units_written_in_a_column_fails_on_all_ranks() -> None:
     run_ranks(partial(evaluate_after_writes, {0: 1, 2: 2}, "param_sync of unit"), 4)
+
+
+@on_ranks(2)
+def test_a_difference_to_values_that_a_rank_does_not_hold_is_an_error_on_both() -> None:
+    wide = nn.Sequential(nn.Linear(6, 2048), nn.Linear(2048, 6))  # small messages are sent as they are
+    model: Any = sharded(wide, dtype=torch.float32)
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    if dist.get_rank() == 0:  # as if its memory had changed
+        unit = model.towpath_wires._ranks[0].units[1]
+        unit._weights.held.view(2, -1)[1].add_(1)
+    with pytest.raises(StepError, match=r"rank 0 could not decode param_sync.*relative to other values"):
+        for step in range(3):
+            train(model, optimizer, step)
 
 
 @on_ranks(2)

@@ -28,6 +28,8 @@ from towpath.fsdp.wired_unit import WiredUnit
 _active: WeakSet[WiredRanks] = WeakSet()
 _watches = False
 _made = count()
+# What a rank tells the others of a unit whose message it could not decode. 1 stands for a write through `.data`.
+_UNDECODED = 2
 
 
 @final
@@ -97,6 +99,10 @@ class WiredRanks:
                     sizes[len(units) + number].copy_(unit.drifted, non_blocking=True)
 
         comm.queues.submit(TransferKind.PARAM_SYNC, (), [*(each.encode for each in encoding), read]).wait(on_host=True)
+        # What was sent before has been decoded by now.
+        for number, unit in enumerate(units):
+            if unit.problems():
+                sizes[len(units) + number] = _UNDECODED
 
         def combine(workspace: Workspace) -> None:
             for transfer in self._sizes:
@@ -104,6 +110,8 @@ class WiredRanks:
 
         comm.queues.submit(TransferKind.MESSAGE_SIZES, self._sizes, [combine]).wait()
         told = sizes.tolist()
+        if _UNDECODED in told[len(units) :]:
+            self._compare()  # raises on all ranks, and names what could not be decoded
         drifted = [unit.name or "root" for unit, has in zip(units, told[len(units) :], strict=True) if has]
         if drifted:
             raise StepError(

@@ -198,11 +198,11 @@ class WiredUnit:
         return (sent, held) if weights.held.device != self._peers.comm.device else (held + sent, 0)
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return the parameter sync with each reason why it could not be decoded."""
+        """Return the parameter sync with each reason why it could not be decoded, as far as it is known by now."""
         if self._weights is None:
             return []
         sync = self._weights.sync
-        return [(str(sync.transfer), problem) for problem in sync.collective.problems()]
+        return [(str(sync.transfer), problem) for problem in sync.collective.problems(wait=False)]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
