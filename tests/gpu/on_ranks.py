@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.gpu import running, training
 from tests.gpu.case import FOLDER, Case
-from towpath import Precision, Topology
+from towpath import Outer, Precision, Topology
 
 STRATEGIES, ROUTES, COMPRESSED, EXACT = (
     "strategies and placements",
@@ -121,7 +121,8 @@ ON_FOUR = [
             ),
             ("offload=params", STATES, "paro-igg offload=params"),
             ("exact", EXACT, "paro-iig exact=1", True),
-            ("an exchange is applied", OUTER, "zero3", True, 1),
+            ("an exchange over NCCL is applied", OUTER, "zero3", False, Outer(every=1, nccl=True)),
+            ("an exchange is applied a step later", OUTER, "zero3", False, Outer(every=2, delay=1)),
         )
     ),
     *(

@@ -7,6 +7,7 @@ submitted, and all it reads and writes is noted as of a logical stream. Nothing 
     a wait     the stream that waits comes after the job
     the host   what is enqueued after the host has read a value comes after that value
     a message  comes after what was computed before it was posted; what waits for it comes after it
+               so does an all-to-all that the caller does not wait for at once: NCCL runs it on a stream of its own
 
 What lies in the host's memory (`host_memory`) the host itself works on, at once and in its own order: it comes after
 nothing that a stream does, unless the host has waited for it. A copy between that and the device is the stream's.
@@ -421,7 +422,7 @@ class LogicalHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class Message:
     """Under way until it is waited for."""
 
     work: dist.Work
@@ -439,13 +440,21 @@ def checking() -> Generator[Checker]:
     checker = Checker()
     made = Streams(torch.device("cpu"))
     launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, boundary.checksum_of
-    taken_of_slow = sync.checksum
+    taken_of_slow, exchange = sync.checksum, dist.all_to_all_single
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
         with checker.on(stream, checker._task):
             works = launched(posted, group, tag)
-        return [_Message(work, checker, checker.done(stream)) for work in works]
+        return [Message(work, checker, checker.done(stream)) for work in works]
+
+    def all_to_all(*of: Any, group: dist.ProcessGroup, async_op: bool = False, **named: Any) -> Any:
+        if not async_op:
+            return exchange(*of, group=group, **named)
+        stream = f"all-to-alls of {group.group_name}"
+        with checker.on(stream, checker._task):
+            work = exchange(*of, group=group, async_op=True, **named)
+        return Message(work, checker, checker.done(stream))
 
     def native(module: Any) -> None:
         original = module.kernels_for
@@ -464,6 +473,7 @@ def checking() -> Generator[Checker]:
         patch.setattr(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
         patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
         patch.setattr(messages, "_launched", launch)
+        patch.setattr(dist, "all_to_all_single", all_to_all)
         for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "has_own_memory", lambda device: True)

@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.forms import in_form
-from tests.order.checker import Checker, LogicalHandle, LogicalStream, RaceError, check_communications, checking
+from tests.order.checker import (
+    Checker,
+    LogicalHandle,
+    LogicalStream,
+    Message,
+    RaceError,
+    check_communications,
+    checking,
+)
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
@@ -26,6 +34,8 @@ from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import specification
 from towpath.collectives.collective import Workspace
+from towpath.core import routes
+from towpath.core.buffers import AllToAll
 from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
@@ -222,6 +232,28 @@ def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Dee
             del model, optimizer
         check_communications(checker.communications)
     assert checker.operations > 1000
+
+
+def _nothing(_: Any) -> None:
+    """In place of a wait."""
+
+
+ALL_TO_ALL_DEFECTS: dict[str, tuple[type, str, Any, str]] = {
+    "none": (AllToAll, "sets", AllToAll.sets, "no race"),
+    "stages in flight share their buffers": (AllToAll, "sets", property(lambda _: 1), "in no order"),
+    "a hop does not wait for the one before": (Message, "wait", _nothing, "in no order"),
+}
+
+
+@pytest.mark.parametrize("defect", ALL_TO_ALL_DEFECTS)
+@in_turn(("qgz", "zero3@two-hop"), 1)
+@on_ranks(4)
+def test_all_to_alls_in_flight_keep_their_buffers(defect: str, label: str) -> None:
+    """NCCL runs them on a stream of its own, until the collective waits for them."""
+    owner, name, value, told = ALL_TO_ALL_DEFECTS[defect]
+    with pytest.MonkeyPatch.context() as patch, in_form(Form.COLLECTIVES, shared=True):
+        patch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # several stages are in flight
+        assert told in _told(label, Deep, name, value, owner=owner)
 
 
 EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offload=optimizer", "zero3"))

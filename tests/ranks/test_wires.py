@@ -238,10 +238,6 @@ def _swap_in_place(training: Training) -> None:
     _swap(training, lambda p: p)
 
 
-def _swap_through_data(training: Training) -> None:
-    _swap(training, lambda p: p.data.to_local())  # pyright: ignore
-
-
 def _load(training: Training) -> None:
     for step in range(2):
         training.backward(step)
@@ -274,7 +270,6 @@ PROGRAMS: dict[str, tuple[Callable[[Training], None], dict[str, Any]]] = {
     "clip": (_clip, {}),
     "scale": (_scale, {}),
     "swap in place": (_swap_in_place, {}),
-    "swap through .data": (_swap_through_data, {}),
     "load": (_load, {}),
     "evaluate": (_evaluate, {}),
 }
@@ -550,10 +545,6 @@ def _write(training: Training) -> None:
         training.model.blocks[0].qkv.weight.mul_(1.5)
 
 
-def _write_through_data(training: Training) -> None:
-    training.model.blocks[0].qkv.weight.data.to_local().mul_(1.5)
-
-
 def _load_state_dict(training: Training) -> None:
     training.model.load_state_dict({k: v * 0.9 for k, v in training.model.state_dict().items()})
 
@@ -569,7 +560,34 @@ def _step_an_optimizer(training: Training) -> None:
     training.optimizers[0].step()
 
 
-MISUSES = (_write, _step_an_optimizer, _reorder, *map(seldom, (_write_through_data, _load_state_dict)))
+MISUSES = (_write, _step_an_optimizer, _reorder, seldom(_load_state_dict))
+
+
+@on_ranks(2)
+def test_writes_through_data_are_an_error_on_all_ranks() -> None:
+    """PyTorch does not count them. One rank may hold all of the values that have changed."""
+    for evaluates in (False, True):
+        training = Training(FLAT, True)
+        training.backward(0)
+        training.step()
+        if dist.get_rank() == 1:
+            training.model.blocks[0].qkv.weight.data.to_local().mul_(1.5)
+        with pytest.raises(StepError, match=r"blocks\.0 were written through `\.data`.*p\.mul_\(1\)"):
+            training.evaluate(1) if evaluates else (training.backward(1), training.step())
+
+
+@on_ranks(2)
+def test_weights_that_are_touched_after_a_write_through_data_are_sent() -> None:
+    def program(training: Training) -> None:
+        for step in range(3):
+            training.backward(step)
+            training.step()
+            for p in training.model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+                with torch.no_grad():
+                    p.mul_(1)
+
+    compare(program, FLAT, 0.0)
 
 
 @pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__.strip("_"))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import towpath
 from lab.runs import direct
 from towpath.errors import ConfigError
+from towpath.topology import groups
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -175,6 +176,22 @@ def test_ranks_of_the_lab_train_on_the_cpu_unless_told_otherwise(monkeypatch: py
     ] == ["", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert direct(["train.py"], towpath.Topology(1, 1), (0,), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_what_ranks_compare_gives_up_before_nccl_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    towpath.init()
+    options, given, world = SimpleNamespace(config=SimpleNamespace()), dict[str | None, timedelta](), dist.group.WORLD
+
+    def new_group(ranks: list[int], *, backend: str | None, timeout: timedelta, **_: Any) -> Any:
+        given[backend] = timeout
+        return world
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    for backend in ("nccl", "gloo"):
+        groups.new_group([0], "gather", backend, timedelta(minutes=1))
+    assert given == {"nccl": timedelta(minutes=2), "gloo": timedelta(minutes=1)}
+    assert options._timeout == given["nccl"], "PyTorch warns if both differ"
 
 
 def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

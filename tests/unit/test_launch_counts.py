@@ -132,7 +132,7 @@ def _launched_by(name: str, blocks: int, encoded: bool) -> tuple[Jobs, Jobs, Job
         net = Net(blocks)
         model: Any = towpath.shard(net, towpath.strategy(name, topology, exact=encoded), units=[Block])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        computed: list[int] = []
+        computed, begun, ended = list[int](), 0, 0
         net.blocks[0].get_submodule("0").register_forward_pre_hook(lambda *_: computed.append(len(launches.jobs)))
         for _ in range(3):
             model(torch.ones(2, 96)).sum().backward()

@@ -70,11 +70,11 @@ class Gathers:
             self._actions.append(AgreeOnSizes(agreeing, Task(TransferKind.MESSAGE_SIZES, agreeing[0])))
 
     def optimizers_stepped(self) -> None:
-        """Agree on sizes, and submit the parameter syncs of the units that the next forward pass begins with."""
+        """Agree on sizes, and submit the parameter syncs of the root and of the first unit."""
         self.agree()
         self._defer()
-        first = self.successors.of(TransferKind.GATHER, 0)
-        self.sync_due(self._units[0 if first is None else first])
+        # Not of the unit that this rank ran first: after the last step, too, all ranks must have submitted the same.
+        self.sync_due(self._units[:2][-1])
 
     def _defer(self) -> None:
         self._deferred = deque(u for u in self._units if u.synced_version != u.version and _is_deferred(u))

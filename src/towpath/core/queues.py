@@ -165,6 +165,13 @@ def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     return {"communicators": sum(taken.values()) + COMMUNICATOR_BYTES} if taken else {}  # the parent is one, too
 
 
+def pipeline_communicator_bytes(ranks: int, form: Form) -> int:
+    """Return the bytes of NCCL for the messages of a pipeline of so many ranks, and for the parent of the job."""
+    # NCCL runs the messages of a communicator one after the other. Activations and gradients have one each, so that
+    # messages of one direction do not wait for those of the other.
+    return 3 * COMMUNICATOR_BYTES if ranks > 1 and form is Form.COLLECTIVES else 0
+
+
 def outer_communicator_bytes(transfers: Iterable[Transfer], from_host: bool) -> int:
     """Return the bytes of NCCL that outer steps add on one rank: for their transfers, and for the parent of the job.
 

@@ -97,6 +97,7 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     # If the ranks have diverged, such a job can never end. It would block the program until the process group's
     # timeout. So the process then exits at once, with status 1.
     if peers.diverged:
+        _LOG.error("this process ends with status 1: %s", peers.diverged)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -157,6 +158,11 @@ class CommContext:
         plans = tuple(plans)
         self._lanes = CommunicatorSharing.of(plans)
         self.log.share(shared_lanes(strategy, plans))
+
+    def meet(self, transfers: Iterable[Transfer]) -> None:
+        """Make the process groups of transfers that are bound later, perhaps by threads, or while a rank is gone."""
+        for transfer in transfers:
+            self._members(transfer)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""

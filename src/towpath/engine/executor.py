@@ -214,14 +214,14 @@ class Engine:
         kind, unit = task.kind, self.units[task.unit]
         buckets = unit.gathered
         runs = _with_memory(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
-        before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
+        before = [_once(work) for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
-        # inside the nodes. They cannot if something must be computed first.
+        # inside the nodes, after what must be computed first.
         begin = None
-        if runs and not before and kind not in unit.coalesced:
+        if runs and kind not in unit.coalesced:
             transfer, region, shard = runs[0]
-            begin = partial(transfer.begin, region, shard)
+            begin = _one_by_one([*before, partial(transfer.begin, region, shard)])
         works = [*before, *_works(runs), *copies]
         return self.comm.queues.submit(kind, _transfers_of(buckets, kind), works, _handles(task.after), begin)
 
@@ -603,6 +603,16 @@ def _with_memory(
         if bucket not in together:
             runs += [(bound, region, shard) for bound in bucket.transfers[kind]]
     return runs
+
+
+def _once(work: Work) -> Work:
+    """Return work that does nothing the second time. A job that begins ahead of its turn has already done it then."""
+    left = [work]
+    return lambda workspace: left.pop()(workspace) if left else None
+
+
+def _one_by_one(works: Sequence[Work]) -> Work:
+    return lambda workspace: [work(workspace) for work in works]
 
 
 def _works(runs: Iterable[_Run]) -> list[Work]:

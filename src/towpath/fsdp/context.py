@@ -74,8 +74,7 @@ class WiredRanks:
         """Send the shards of units that have parameters with these ids."""
         changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.owner)))
         sending = [unit for unit in changed if unit.take_shard()]
-        # On a GPU, ranks also learn here whether one of them has found weights that were written through `.data`.
-        if sending and (self.peers.comm.device.type == "cuda" or any(unit.encoding for unit in sending)):
+        if sending:
             self._agree(sending)
         for unit in sending:
             unit.send()
@@ -83,7 +82,7 @@ class WiredRanks:
     def _agree(self, sending: Sequence[WiredUnit]) -> None:
         """Encode shards, agree with all ranks on the sizes of messages, and learn of weights written through `.data`.
 
-        The host waits here, once in a step and, on a GPU, after an evaluation.
+        The host waits here, once in a step, and after an evaluation.
         """
         comm, units = self.peers.comm, self.units
         encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
@@ -109,8 +108,9 @@ class WiredRanks:
         if drifted:
             raise StepError(
                 f"rank {comm.number}: on some rank the weights of {', '.join(drifted)} were written through `.data`, "
-                "which leaves no trace, and other nodes have computed with the weights of before. Write to parameters "
-                "in place inside torch.no_grad()."
+                "which PyTorch does not count, so all ranks have computed with the weights of before. Write to "
+                "parameters inside torch.no_grad(), without `.data`. If a library writes, call p.mul_(1) afterwards, "
+                "for each parameter and inside torch.no_grad()."
             )
         for unit, size in zip(units, told, strict=False):
             if unit in sending and (weights := unit.encoding) is not None:

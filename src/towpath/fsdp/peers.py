@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core import presets
-from towpath.core.formats import ENCODED
+from towpath.core.formats import ENCODED, Precision
 from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import LOW_RANK
-from towpath.core.units import Range
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, Range, UnitSpec
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.low_rank_sync import LowRankSync
@@ -71,8 +72,18 @@ class Peers:
     keepers: WeakSet[RankTransfer | LowRankSync] = field(default_factory=WeakSet)
 
     @staticmethod
-    def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
-        """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text."""
+    def of(
+        group: dist.ProcessGroup,
+        device: torch.device,
+        preset: str,
+        wishes: Wishes,
+        model: Iterable[str],
+        units: Mapping[str, int],
+    ) -> Peers:
+        """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text.
+
+        `units`: The elements of a rank's shard of each unit.
+        """
         groups, topology = Groups(group), wishes.topology
         _meet(groups)
         groups.connect()
@@ -89,6 +100,13 @@ class Peers:
         comm = CommContext(groups, device, log)
         # All groups of the job send what this one sends, such as those of each place in a node under HSDP.
         comm.record.islands = dist.get_world_size() // groups.world
+        plans = [
+            plan_unit(strategy, UnitSpec(name, (BucketSpec((numel * groups.world,)),)), Precision(), comm.form)
+            for name, numel in units.items()
+        ]
+        comm.share(strategy, plans)
+        comm.queues.plan(plans)
+        comm.meet(t for plan in plans for bucket in plan.buckets for each in bucket.transfers.values() for t in each)
         return Peers(
             group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
         )

@@ -145,7 +145,7 @@ class BucketSums:
         group = self._group or dist.group.WORLD
         assert group is not None and self.wishes is not None
         self._sums.clear()
-        self._peers = Peers.of(group, device, "ddp", self.wishes, ["DistributedDataParallel"])
+        self._peers = Peers.of(group, device, "ddp", self.wishes, ["DistributedDataParallel"], {"": 1})
         return self._peers
 
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:

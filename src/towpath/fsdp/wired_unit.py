@@ -112,7 +112,7 @@ class WiredUnit:
         # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
         # branch that this forward pass took. A codec keeps rounding errors, so with one these parameters count, too.
         self._gradients: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _UnitGradients] = {}
-        # On a GPU: whether the last gather found other values than those that were sent.
+        # Whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -124,7 +124,8 @@ class WiredUnit:
             weights = self._weights = _ColumnWeights.of(self._peers, self.name, mine)
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
-        if weights.sent is None or weights.versions != self._versions() or self._differs(weights, mine):
+        if weights.sent is None or weights.versions != self._versions():
+            written = None if weights.sent is None else self.name
             weights.overwrite([mine])
             collective = weights.sync.collective
             if weights.sync.transfer.agrees_on_sizes:
@@ -133,20 +134,19 @@ class WiredUnit:
                 self._peers.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
-            return Arrival(self._share(weights, output), self.name)
+            return Arrival(self._share(weights, output), written)
+        self._note_drift(weights, mine)
         return Arrival(self._share(weights, output))
 
-    def _differs(self, weights: _ColumnWeights, mine: torch.Tensor) -> bool:
-        """Return whether the shard has other values than those that were sent last."""
+    def _note_drift(self, weights: _ColumnWeights, mine: torch.Tensor) -> None:
+        """Note whether the shard has other values than those that were sent last."""
         # As bits: not-a-number differs from itself, and one rank alone may have it.
         sent, mine = (each.view(torch.uint8) for each in (weights.mine(weights.held), mine))
-        if not mine.is_cuda:
-            return not torch.equal(sent, mine)
-        # A host that waited here for the device would slow down every gather. It reads the outcome after the next step.
+        # Ranks could not send new values here: values may change on some ranks only, and no rank knows of the others.
+        # Nor may the host read the outcome here: on a GPU, each gather would wait. All ranks learn of it after a step.
         if self.drifted is None:
             self.drifted = torch.zeros((), dtype=torch.bool, device=mine.device)
         torch.any(sent.to(mine.device, non_blocking=True) != mine, out=self.drifted)
-        return False
 
     def take_shard(self) -> bool:
         """Copy the shard to what the column holds, as FSDP2 would cast it. Return False if the next gather has to."""
@@ -243,7 +243,7 @@ class WiredUnit:
 class Arrival(dist.Work):
     """The end of a gather, in the form that FSDP2 waits for.
 
-    `written`: The name of the unit, if this rank sent its weights because they have changed since the last step.
+    `written`: The name of the unit, if this rank sent its weights again because they have changed since the last step.
     """
 
     def __init__(self, end: Handle, written: str | None = None) -> None:

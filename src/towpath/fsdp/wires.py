@@ -13,9 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from towpath.core.formats import Precision
-from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.comm import CommContext
 from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
@@ -155,20 +152,16 @@ def _wire(group: dist.ProcessGroup, is_replica: bool, owners: Owners, wishes: Wi
     sizes = {name: [each.padded_sharded_param_size for each in parameters_of(owner)] for name, owner in owners}
     lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
     lines += [f"module {name or 'root'} in {dtypes_of(owner)}" for name, owner in owners]
-    peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
+    units = {name: sum(size.numel() for size in each) for name, each in sizes.items()}
+    peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines, units)
     if peers.nodes == 1:
         return None
     if is_replica:
         for name, owner in owners:
             set_replicate_group(owner, ReplicaGroup(group, name, owner, peers))
         return WiredRanks(peers, partial(_parameters, owners))
-    specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
-    plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
-    peers.comm.share(peers.strategy, plans)
-    peers.comm.queues.plan(plans)
-    units = [WiredUnit(name, owner, peers) for name, owner in owners]
-    wired = WiredRanks(peers, partial(_parameters, owners), units)
-    for unit in units:
+    wired = WiredRanks(peers, partial(_parameters, owners), [WiredUnit(name, owner, peers) for name, owner in owners])
+    for unit in wired.units:
         gather, reduce = comms_of(unit.owner)
         set_comms(unit.owner, AllGather(unit, wired, gather), ReduceScatter(unit, wired, reduce))
     return wired
@@ -237,10 +230,11 @@ class WiredModel(Observable):
         after: Any = torch.compiler.disable(self._after_forward)  # pyright: ignore[reportUnknownMemberType]
         self._hooks = [each.register_forward_hook(after) for each in _outermost(model) if ranks]
 
-    @torch.inference_mode(False)
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
         # A training pass is compared before its optimizer step.
-        if not (module.training and torch.is_grad_enabled()):
+        if module.training and torch.is_grad_enabled():
+            return
+        with torch.inference_mode(False):
             for each in self._ranks:
                 each.after_evaluation()
 

@@ -23,7 +23,7 @@ from towpath.core.transfer import Transfer
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError
 from towpath.observe.record import Trace
 from towpath.observe.totals import SentBytes, Totals, TransferStats
 from towpath.observe.trace import Interval, write_intervals
@@ -157,7 +157,12 @@ def _observed(model: nn.Module | Observable) -> Engine | Observable:
     if isinstance(model, Observable):
         return model
     wired = getattr(model, "towpath_wires", None)
-    return wired if isinstance(wired, Observable) else engine_of(model)
+    if isinstance(wired, Observable):
+        return wired
+    try:
+        return engine_of(model)
+    except ShardError as error:
+        raise ShardError(f"{error} For a model of FSDP2 or DDP, call towpath.wires() first.") from None
 
 
 def _comms(model: nn.Module | Observable) -> list[CommContext]:

@@ -112,7 +112,7 @@ class Sender:
     def _factorize(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
         """Write the factors of `x` to the message. Return whether they are finite."""
         p, q = self.encoding.factors(message)
-        basis = orthonormal(matmul_thin(x, self._factor))
+        (basis,) = orthonormal([matmul_thin(x, self._factor)], self._factor.dtype)
         factor = matmul_thin(x.T, basis)
         p.copy_(basis)
         q.copy_(factor)

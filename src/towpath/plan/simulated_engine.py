@@ -238,7 +238,7 @@ class SimulatedEngine:
         buckets = () if task.transfers else self.plans[task.unit].buckets
         # A reduction divides, and adds to the sum. Parameters are cast, or copied from the host or to it.
         each = {TransferKind.REDUCE: 2, TransferKind.GRAD_SYNC: 2, TransferKind.PARAM_SYNC: 1}.get(task.kind, 0)
-        copies = sum(b.params_on_host and b.host_copy_bytes(task.kind) > 0 for b in buckets)
+        copies = sum(b.casts_for(task.kind) or (b.params_on_host and b.host_copy_bytes(task.kind) > 0) for b in buckets)
         own = Launches(operations=each * sum(bucket.spec.trainable for bucket in buckets) + copies)
         return sum(map(launches_of, self._transfers_of(task)), own)
 
@@ -292,6 +292,8 @@ class SimulatedEngine:
         """
         moved, decoding = 0.0, 0.0
         for bucket in () if task.transfers else self.plans[task.unit].buckets:
+            if bucket.casts_for(task.kind):
+                moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
             if not bucket.spec.trainable:
                 gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:

@@ -275,7 +275,10 @@ def new_group(
         # The processors of the device run transfers before the computation that waits behind them.
         made_for_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         default = dist.distributed_c10d._get_default_timeout  # pyright: ignore[reportPrivateUsage]
-        made_for_nccl._timeout = timeout or default(dist.Backend(backend))  # pyright: ignore[reportArgumentType]
+        # At its timeout, NCCL's watchdog ends the process, and cannot say why. It counts from the enqueuing. What ranks
+        # compare over gloo is submitted later. It must fail first, because its error names the cause.
+        timeout = 2 * (timeout or default(dist.Backend(backend)))  # pyright: ignore[reportArgumentType]
+        made_for_nccl._timeout = timeout
         if max_ctas is not None:
             made_for_nccl.config.max_ctas = max_ctas
         options["pg_options"] = made_for_nccl

@@ -344,6 +344,7 @@ class TrainingRun:
 
         It reads the same windows every time. Without a held-out part the loss is None.
         """
+        self.settle()
         if self.tokens.held_out is None:
             return None, 0.0
         config, began = self.config.train, time.perf_counter()

@@ -73,7 +73,7 @@ class LowRankSync:
         self._transfers[0].run(first, first, workspace)
 
         # All ranks have received the same sums, so they find the same basis without another message.
-        bases = [orthonormal(left.to(self._dtype)) for left in p]
+        bases = orthonormal(p, self._dtype)
         for mine, basis, right in zip(x, bases, sent, strict=True):
             right.copy_(matmul_thin(mine.to(self._dtype).T, basis))
             if errors:
