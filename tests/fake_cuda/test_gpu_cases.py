@@ -22,7 +22,7 @@ from tests.ranks.strategies import seldom
 # Those of `make test`. `make parity` runs all that need no true device.
 FEW = ("zero3, float64", "exact paro-iig, bf16")
 # Matrices of a true GPU's size, and code that is compiled for one.
-LEFT_OUT = ("a step of one rank is traced", "blocks are compiled, zero3")
+LEFT_OUT = ("a step of one rank is traced", "blocks are compiled, zero3", '"auto" chooses and trains')
 
 CASES = {
     case.name: case
