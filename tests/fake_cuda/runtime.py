@@ -59,6 +59,7 @@ class Runtime:
     def __post_init__(self) -> None:
         self.device = Device(self.waited)
         self.done = 0  # the operations that the device is known to have ended
+        self.recorded = 0  # events so far
         self.default = torch.Stream.__new__(Stream, stream_id=0, device_index=0, device_type=_CUDA).of(self)
 
     def waited(self, what: str, until: int | None = None) -> None:
@@ -156,9 +157,12 @@ class Event:
         assert _runtime is not None
         self._runtime, self._timed = _runtime, enable_timing
         self._at = 0  # the number of operations before it
+        self._milliseconds = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self._at = self._runtime.device.launched
+        self._runtime.recorded += 1  # an event takes a moment, too
+        self._milliseconds = self._at + self._runtime.recorded / 1000
 
     def wait(self, stream: Stream | None = None) -> None:
         """Do nothing."""
@@ -172,7 +176,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         assert self._timed and end._timed, "events are timed if made with enable_timing=True"
         assert self.query() and end.query(), "the device has not reached both events"
-        return float(end._at - self._at)
+        return end._milliseconds - self._milliseconds
 
 
 class _Generator(torch.Generator):

@@ -16,17 +16,18 @@ from tests.fake_cuda.ranks import gpu_ranks
 from tests.fake_cuda.runtime import DEVICE
 from tests.gpu import on_ranks as cases
 from tests.gpu.case import Case
-from tests.ranks.server import Worlds, _on_gpu
+from tests.ranks.server import Worlds, _on_gpu  # pyright: ignore[reportPrivateUsage]
 from tests.ranks.strategies import seldom
 
-# Those of `make test`. `make parity` runs all that need neither a true device nor its compiler.
+# Those of `make test`. `make parity` runs all that need no true device.
 FEW = ("zero3, float64", "exact paro-iig, bf16")
-COMPILER = "torch.compile and activation checkpointing"
+# Matrices of a true GPU's size, and code that is compiled for one.
+LEFT_OUT = ("a step of one rank is traced", "blocks are compiled, zero3", '"auto" chooses and trains')
 
 CASES = {
     case.name: case
     for case in (*cases.ON_FOUR, *cases.ON_FEWER, *cases.ON_ONE)
-    if "cuda" not in case.needs and not (case.feature == COMPILER and "compiled" in case.name)
+    if "cuda" not in case.needs and case.name not in LEFT_OUT
 }
 
 

@@ -33,6 +33,7 @@ from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.profile import Profile, parse_collective_name
 from towpath.plan.request import Optimizer, Request
 from towpath.plan.solver import Ranking, Solver
+from towpath.topology.groups import Groups
 from towpath.train.config import Config
 from towpath.train.data import prepare
 from towpath.train.job import init_distributed
@@ -333,3 +334,13 @@ def test_configured_stages_are_planned_or_do_not_fit() -> None:
     assert found.strategy.topology.world == 2 and "the layout is as configured" in found.why
     with pytest.raises(TowpathError, match="no stages fit into"):
         chosen([])
+
+
+@on_ranks(2)
+def test_several_process_groups_of_a_purpose_are_closed() -> None:
+    """A probe over NCCL measures several, one after the other."""
+    groups = Groups()
+    for partition in (((0, 1),), ((0,), (1,))):
+        groups.of(partition, "several", "gloo")
+    groups.close("several")
+    assert not groups.has(((0, 1),), "several")

@@ -260,7 +260,7 @@ def keep_everything(codec: str) -> float:
         moved = before - torch.cat([torch.cat(part._own) for part in parts])
         sync(model)
         wanted, arrived = wanted + moved, arrived + (before - torch.cat([part.slow for part in parts]))
-    planned, _ = outer.plan.memory_bytes()
+    planned = {name: nbytes for memory in outer.plan.memory_bytes() for name, nbytes in memory.items()}
     assert sum(part.slow.nbytes for part in parts) == planned["slow weights"]
     held = sum(each.nbytes for part in parts for each in part.feedback)
     assert held <= planned["outer feedback"] <= 1.01 * held  # a rank with the last cell may have less of it
@@ -273,9 +273,9 @@ def keep_everything(codec: str) -> float:
         for bound in part.exchange:
             transfer, collective = bound.transfer, bound.collective
             own = slice(*transfer.bounds(bound.members.slot))
-            mine[own] += collective.gather.state[0]
+            mine[own] += collective.gather.state[0].to(mine.device)
             cell = collective.reduce._buffers.cell
-            rows = collective.reduce.state[0].view(-1, cell)
+            rows = collective.reduce.state[0].to(mine.device).view(-1, cell)
             for slot, row in enumerate(rows):
                 first, last = transfer.bounds(slot)
                 mine[first:last] += row[: last - first]

@@ -147,8 +147,11 @@ class Groups:
         the store under its name. A group of one therefore replaces each closed group: the number never goes back, and
         no later group meets under the name of a closed one.
         """
-        for group in [made for (_, what), made in self._made.items() if what == purpose]:
+        closed = [made for (_, what), made in self._made.items() if what == purpose]
+        for group in closed:
             self.leave(group)
+        # Afterwards, because two groups of one that are made at the same number would have the same name.
+        for _ in closed:
             new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
 
     def abort(self, *others: Groups) -> None:
