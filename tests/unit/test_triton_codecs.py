@@ -119,6 +119,11 @@ def test_exact_codecs(interpreted: Run, dtype: torch.dtype, difference: bool) ->
     interpreted(_check, "check_exact", dtype, difference)
 
 
+@pytest.mark.parametrize("check", [seldom("check_exact_almost_raw")])
+def test_exact_payloads_almost_as_long_as_their_values(interpreted: Run, check: str) -> None:
+    interpreted(_check, check)
+
+
 @pytest.mark.parametrize(
     "launches",
     [
@@ -156,7 +161,7 @@ def test_compiled_for_a_gpu_nothing_is_fused_approximate_or_flushed(compiled: Ru
 
 def _check(name: str, *case: Any) -> None:
     """A check of tests/codec_cases.py; Triton's modules are imported where the environment says how they run."""
-    kernels = importlib.import_module(EXACT if name == "check_exact" else KERNELS)
+    kernels = importlib.import_module(EXACT if name.startswith("check_exact") else KERNELS)
     getattr(codec_cases, name)(kernels, *case)
 
 
