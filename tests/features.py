@@ -28,6 +28,7 @@ def _feature(name: str, **names: str) -> Feature:
 FEATURES = (
     _feature(
         "strategies and placements",
+        fake_cuda="gpu_cases steps waits",
         lab="bytes",
         order="order",
         ranks="""
@@ -47,7 +48,7 @@ FEATURES = (
     _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
     _feature("offload of weights and optimizer", ranks="offload", unit="offload"),
     _feature("offload of activations", ranks="offloaded_activations", unit="saved_activations"),
-    _feature("mixed precision and loss scaling", ranks="precision"),
+    _feature("mixed precision and loss scaling", ranks="float8 precision"),
     _feature("matrix optimizers (Muon, Adafactor)", ranks="owner_stepped", unit="owner_stepped_plan"),
     _feature("LoRA and frozen weights", ranks="frozen lora", unit="adapter_export"),
     _feature(
@@ -72,7 +73,7 @@ FEATURES = (
     _feature(
         "wires under FSDP2 and DDP",
         lab="wire_bytes",
-        ranks="wires wires_frameworks wires_misuse",
+        ranks="wires wires_ddp wires_frameworks wires_misuse",
         unit="wire_launches",
     ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
@@ -89,6 +90,7 @@ FEATURES = (
 )
 
 OTHER = _files(
+    fake_cuda="device",
     lab="clusters command lab lab_page leftovers",
     ranks="""
             bench_failures demo examples gpu_script install pages server train train_command train_models

@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from towpath.errors import StepError
 from towpath.fsdp import fields
 from towpath.fsdp.peers import factor_of
 
@@ -108,6 +110,7 @@ def _sharded(table: Table) -> None:
         "padded_sharded_param_size of a parameter",
         lambda: tuple(fields.parameters_of(module)[0].padded_sharded_param_size) == (4, 5),
     )
+    check("sharded_param and sizes tell what is trained", lambda: fields.trained_in(module, 4 * 5 + 4) == (0, 1))
     check("_sharded_param_data is flat and padded", lambda: fields.shards_of(module)[0].shape == (20,))
     check("fsdp_pre_all_gather of a tensor subclass", lambda: fields.has_own_cast(module) is False)
     check("_mp_policy of a module", lambda: "None" in fields.dtypes_of(module))
@@ -248,23 +251,48 @@ def _replicated(table: Table) -> None:
 
 def _data_parallel(table: Table) -> None:
     """Check DistributedDataParallel's communication hook."""
-    from towpath.fsdp.replicas import sum_bucket
+    from towpath.fsdp.replicas import current_pass, queue_callback, sum_bucket
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(5, 3))
     table.check("DDP: _comm_hooks", lambda: model._comm_hooks == [])
     buckets: list[tuple[int, int]] = []
+    ends: list[tuple[bool, bool]] = []  # whether a bucket is the last one, and its parameters follow each other
+
+    def fail() -> None:
+        raise StepError("from a callback")
 
     class State:
+        fails = False
+
         def average(self, bucket: Any) -> Any:
-            buckets.append((bucket.index(), bucket.buffer().dim()))
+            buffer, parameters = bucket.buffer(), bucket.parameters()
+            buckets.append((bucket.index(), buffer.dim()))
+            ours = all(any(p is q for q in model.parameters()) for p in parameters)
+            places = [gradient.storage_offset() - buffer.storage_offset() for gradient in bucket.gradients()]
+            dense = places == [0, *accumulate(p.numel() for p in parameters)][:-1]
+            ends.append((bucket.is_last(), ours and dense and sum(p.numel() for p in parameters) == len(buffer)))
             future: Any = torch.futures.Future()
-            future.set_result(bucket.buffer())
+            if self.fails:  # the future has no result
+                queue_callback(fail)
+            else:
+                future.set_result(buffer)
             return future
+
+    def is_told() -> bool:
+        State.fails = True
+        try:
+            model(torch.ones(2, 5)).sum().backward()
+        except StepError:
+            return True
+        return False
 
     table.check("DDP: register_comm_hook takes the wires' hook", lambda: model.register_comm_hook(State(), sum_bucket))
     table.check("DDP: _comm_hooks has it", lambda: model._comm_hooks[0][0] is sum_bucket)
     table.check("DDP: a step", lambda: _step(model, torch.optim.AdamW(model.parameters())))
     table.check("DDP: index() and flat buffer() of a bucket", lambda: buckets == [(0, 1)])
+    table.check("DDP: is_last(), and parameters() in the order of the buffer", lambda: ends == [(True, True)])
+    table.check("DDP: no backward pass is under way outside of one", lambda: current_pass() == -1)
+    table.check("DDP: the error of a callback is raised before DDP waits, with its type", is_told)
 
 
 def _rank(rank: int, folder: str) -> None:

@@ -115,6 +115,9 @@ class _Done(Handle):
 
     join = wait
 
+    def has_ended(self) -> bool:
+        return True
+
 
 def _counted(kernels: Kernels, launches: Launches, work: bool) -> Kernels:
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.gpu import running, training
 from tests.gpu.case import FOLDER, Case
-from towpath import Precision, Topology
+from towpath import Outer, Precision, Topology
 
 STRATEGIES, ROUTES, COMPRESSED, EXACT = (
     "strategies and placements",
@@ -25,7 +25,7 @@ CHECKPOINTS, COMPILE, TRACES = (
     "torch.compile and activation checkpointing",
     "statistics and traces",
 )
-TENSORS, AUTO = "tensor parallelism", "planner and auto"
+TENSORS, AUTO, WIRES = "tensor parallelism", "planner and auto", "wires under FSDP2 and DDP"
 
 
 def _case(name: str, feature: str, run: Any, *args: Any, needs: tuple[str, ...] = (), **options: Any) -> Case:
@@ -63,6 +63,13 @@ ON_FOUR = [
         _case(f"{name}, fp32 masters", COMPRESSED, training.trains_fp32_masters, name, most, limit=150.0)
         for name, most in (("zero++", 0.25), ("qwz", 0.05), ("qgz", 0.25))
     ),
+    _reused("gathers are FSDP2's to the bit", WIRES, "test_wires:_gather_both", training.SHAPE, 3, limit=90.0),
+    *(
+        _reused(f"FSDP2 with wires, {name}", WIRES, "test_wires:_compare_program", name, training.SHAPE)
+        for name in ("plain", "accumulate", "frozen", "offloaded", "clip", "scale", "swap in place", "load", "evaluate")
+    ),
+    *(_reused(f"{kind.upper()} with wires", WIRES, "test_wires:_compare_replicas", kind) for kind in ("hsdp", "ddp")),
+    _reused("FSDP2 with wires, their weights on the host", WIRES, "test_wires:_compare_held_on_host", training.SHAPE),
     *(_case(f"{label}, float64", ROUTES, training.trains_as_one_process, label) for label in training.ROUTED),
     *(
         _reused(
@@ -114,7 +121,8 @@ ON_FOUR = [
             ),
             ("offload=params", STATES, "paro-igg offload=params"),
             ("exact", EXACT, "paro-iig exact=1", True),
-            ("an exchange is applied", OUTER, "zero3", True, 1),
+            ("an exchange over NCCL is applied", OUTER, "zero3", False, Outer(every=1, nccl=True)),
+            ("an exchange is applied a step later", OUTER, "zero3", False, Outer(every=2, delay=1)),
         )
     ),
     *(

@@ -7,9 +7,12 @@ submitted, and all it reads and writes is noted as of a logical stream. Nothing 
     a wait     the stream that waits comes after the job
     the host   what is enqueued after the host has read a value comes after that value
     a message  comes after what was computed before it was posted; what waits for it comes after it
+               so does an all-to-all that the caller does not wait for at once: NCCL runs it on a stream of its own
 
 What lies in the host's memory (`host_memory`) the host itself works on, at once and in its own order: it comes after
 nothing that a stream does, unless the host has waited for it. A copy between that and the device is the stream's.
+Exchanges of islands run on a thread of the host. It works there in an order of its own: after what the host had done,
+and the handles in `after`.
 
 Two accesses to the same bytes, one of them a write, which no chain of these orders, are a race: on a GPU either could
 come first. So is memory that is dropped while a stream may still use it which is neither the one that made it, since
@@ -36,6 +39,7 @@ import towpath.codecs.packing
 import towpath.collectives.backend
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
+from towpath.core.queues import HOST_EXCHANGES
 from towpath.engine import comm
 from towpath.engine.agree import boundary
 from towpath.engine.comm import Streams
@@ -125,7 +129,7 @@ class Checker(TorchDispatchMode):
         super().__init__()
         self._clocks: dict[str, Clock] = {COMPUTATION: {}}
         self._host: Clock = {}
-        self._current, self._task = COMPUTATION, ""
+        self._current, self._task, self._is_thread = COMPUTATION, "", False
         self._memory: dict[int, Memory] = {}
         self._shared: dict[int, Memory] = {}  # used by streams that did not make them
         self.communications: list[str] = []  # the process groups that sent, in the order of the host
@@ -146,6 +150,19 @@ class Checker(TorchDispatchMode):
         finally:
             self._current, self._task = before
 
+    @contextmanager
+    def on_thread(self, thread: str, task: str, after: Sequence[Clock] = ()) -> Generator[None]:
+        """What runs inside runs on that thread of the host."""
+        clock = self._clocks.setdefault(thread, {})
+        for known in (self._host, *after):
+            _join(clock, known)
+        before = self._current, self._task
+        self._current, self._task, self._is_thread = thread, task, True
+        try:
+            yield
+        finally:
+            (self._current, self._task), self._is_thread = before, False
+
     def done(self, stream: str) -> Clock:
         """What has been done on a stream so far."""
         return dict(self._clocks[stream])
@@ -155,6 +172,10 @@ class Checker(TorchDispatchMode):
         _join(self._clocks[self._current], clock)
         if on_host:
             _join(self._host, clock)
+
+    def found_ended(self, clock: Clock) -> None:
+        """The host goes on after that. The current stream does not wait."""
+        _join(self._host, clock)
 
     def lies_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = self._memory_of(tensor)
@@ -221,7 +242,10 @@ class Checker(TorchDispatchMode):
         tensors = [t for i in (*written, *read) for t in _tensors(args[i])]
         on_host = self._works_on_host(tensors, name)  # over gloo, as what ranks agree on
         if (
-            not on_host and self._current != COMPUTATION and not self._current.startswith("control")
+            not on_host
+            and not self._is_thread
+            and self._current != COMPUTATION
+            and not self._current.startswith("control")
         ):  # ranks agree over gloo, on the host
             self.communications.append(_group_of(args))
         self.access(
@@ -231,9 +255,10 @@ class Checker(TorchDispatchMode):
     def access(
         self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str, on_host: bool = False
     ) -> None:
-        stream = HOST if on_host else self._current
-        clock = self._host if on_host else self._clocks[stream]
-        _join(clock, self._host)
+        stream = HOST if on_host and not self._is_thread else self._current
+        clock = self._host if stream == HOST else self._clocks[stream]
+        if not self._is_thread:
+            _join(clock, self._host)
         clock[stream] = time = clock.get(stream, 0) + 1
         task = f"{self._task} ({what})" if self._task else what
         for tensors, writes in ((read, False), (written, True)):
@@ -361,11 +386,10 @@ class LogicalStream(Stream):
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
         assert len(handles) == len(after)
+        on = self._checker.on_thread if self._name == HOST_EXCHANGES else self._checker.on
         with (
             torch.no_grad(),
-            self._checker.on(
-                stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]
-            ),
+            on(stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]),
         ):
             for work in job.works:
                 work(job.workspace)
@@ -392,9 +416,13 @@ class LogicalHandle(Handle):
     def wait(self, on_host: bool = False) -> None:
         self.checker.wait(self.clock, on_host)
 
+    def has_ended(self) -> bool:
+        self.checker.found_ended(self.clock)
+        return True
+
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class Message:
     """Under way until it is waited for."""
 
     work: dist.Work
@@ -412,13 +440,21 @@ def checking() -> Generator[Checker]:
     checker = Checker()
     made = Streams(torch.device("cpu"))
     launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, boundary.checksum_of
-    taken_of_slow = sync.checksum
+    taken_of_slow, exchange = sync.checksum, dist.all_to_all_single
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
         with checker.on(stream, checker._task):
             works = launched(posted, group, tag)
-        return [_Message(work, checker, checker.done(stream)) for work in works]
+        return [Message(work, checker, checker.done(stream)) for work in works]
+
+    def all_to_all(*of: Any, group: dist.ProcessGroup, async_op: bool = False, **named: Any) -> Any:
+        if not async_op:
+            return exchange(*of, group=group, **named)
+        stream = f"all-to-alls of {group.group_name}"
+        with checker.on(stream, checker._task):
+            work = exchange(*of, group=group, async_op=True, **named)
+        return Message(work, checker, checker.done(stream))
 
     def native(module: Any) -> None:
         original = module.kernels_for
@@ -437,6 +473,7 @@ def checking() -> Generator[Checker]:
         patch.setattr(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
         patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
         patch.setattr(messages, "_launched", launch)
+        patch.setattr(dist, "all_to_all_single", all_to_all)
         for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "has_own_memory", lambda device: True)

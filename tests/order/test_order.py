@@ -16,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.forms import in_form
-from tests.order.checker import Checker, LogicalHandle, LogicalStream, RaceError, check_communications, checking
+from tests.order.checker import (
+    Checker,
+    LogicalHandle,
+    LogicalStream,
+    Message,
+    RaceError,
+    check_communications,
+    checking,
+)
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
@@ -26,13 +34,15 @@ from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import specification
 from towpath.collectives.collective import Workspace
+from towpath.core import routes
+from towpath.core.buffers import AllToAll
 from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.transfer_queues import Handle, StreamJob
+from towpath.engine.transfer_queues import Handle, Queues, StreamJob
 from towpath.observe.record import TransferWait
 
 SHAPE = towpath.Topology(2, 2)
@@ -224,6 +234,28 @@ def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Dee
     assert checker.operations > 1000
 
 
+def _nothing(_: Any) -> None:
+    """In place of a wait."""
+
+
+ALL_TO_ALL_DEFECTS: dict[str, tuple[type, str, Any, str]] = {
+    "none": (AllToAll, "sets", AllToAll.sets, "no race"),
+    "stages in flight share their buffers": (AllToAll, "sets", property(lambda _: 1), "in no order"),
+    "a hop does not wait for the one before": (Message, "wait", _nothing, "in no order"),
+}
+
+
+@pytest.mark.parametrize("defect", ALL_TO_ALL_DEFECTS)
+@in_turn(("qgz", "zero3@two-hop"), 1)
+@on_ranks(4)
+def test_all_to_alls_in_flight_keep_their_buffers(defect: str, label: str) -> None:
+    """NCCL runs them on a stream of its own, until the collective waits for them."""
+    owner, name, value, told = ALL_TO_ALL_DEFECTS[defect]
+    with pytest.MonkeyPatch.context() as patch, in_form(Form.COLLECTIVES, shared=True):
+        patch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # several stages are in flight
+        assert told in _told(label, Deep, name, value, owner=owner)
+
+
 EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offload=optimizer", "zero3"))
 
 
@@ -265,6 +297,30 @@ def test_exchanges_between_islands_keep_their_order(case: tuple[str, str], form:
         towpath.average_islands(model)
         train(model, optimizer, steps=1, micro_steps=1)
         check_communications(checker.communications)
+
+
+def _exchange_at_once(self: Queues, kind: TransferKind, *of: Any) -> Handle:
+    return _SUBMIT(self, kind, *of[:2]) if kind is TransferKind.OUTER else _SUBMIT(self, kind, *of)
+
+
+def _apply_at_once(self: Engine, actions: Iterable[Any]) -> None:
+    _EXECUTE(self, [a for a in actions if not (isinstance(a, Wait) and a.task.kind is TransferKind.OUTER)])
+
+
+_SUBMIT, _EXECUTE = Queues.submit, Engine.execute
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "without"), [(Queues, "submit", _exchange_at_once), (Engine, "execute", _apply_at_once)]
+)
+@on_ranks(4)
+def test_an_exchange_waits_for_its_copy_and_is_waited_for(owner: type, name: str, without: Any) -> None:
+    """It is sent from the host's memory, by a thread that no stream orders."""
+    with pytest.MonkeyPatch.context() as patch, in_form(Form.COLLECTIVES, shared=True):
+        patch.setattr(owner, name, without)
+        with pytest.raises(RaceError, match="in no order"), checking():
+            model: Any = towpath.shard(Deep(), strategy_of("zero3", SHAPE, outer=OUTER["float32"]))
+            train(model, torch.optim.SGD(model.parameters(), lr=1e-3), steps=3, micro_steps=1)
 
 
 # Sent as it rests, inside the node or across, or decoded in place of a gather.
@@ -466,7 +522,6 @@ def _gradients_on_host(self: Engine, actions: Iterable[Any]) -> None:
     _EXECUTE(self, [Wait(a.task) if isinstance(a, Wait) and a.task.kind in syncs else a for a in actions])
 
 
-_EXECUTE = Engine.execute
 HOST_WAITS: dict[str, tuple[type, str, Any]] = {
     "before it reads the mean gradients": (Engine, "execute", _gradients_on_host),
     "before it writes over what is on its way": (ParamVersion, "wait_for_read", lambda _: None),

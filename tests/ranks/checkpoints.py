@@ -96,5 +96,5 @@ def differing(found: Content, expected: Content) -> list[str]:
     return sorted(found.keys() ^ expected.keys()) + [
         name
         for name in found.keys() & expected.keys()
-        if found[name].dtype != expected[name].dtype or not torch.equal(found[name], expected[name])
+        if found[name].dtype != expected[name].dtype or not torch.equal(found[name].cpu(), expected[name].cpu())
     ]

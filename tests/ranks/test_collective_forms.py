@@ -26,6 +26,7 @@ SHAPE = towpath.Topology(2, 2)
 LABELS = (
     *("paro-ggg", "paro-igg", "paro-ngg", "paro-nig", "paro-nng", "paro-nnn", "paro-iig", "hpz", "ddp", "zero1"),
     *(
+        "zero3",
         "zero3@ring",
         "zero3@hierarchical",
         "zero3@ho-ring",

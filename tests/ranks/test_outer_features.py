@@ -34,11 +34,13 @@ from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, _build, distance, loss_on
-from towpath import Outer, Precision, Topology, checkpoint
+from towpath import Outer, Precision, Topology, Transport, checkpoint
+from towpath.core.queues import HOST_EXCHANGES
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
 from towpath.observe.stats import totals
 from towpath.optim import chain, owner_stepped
+from towpath.outer.settings import outer_transport
 
 Make = Callable[[nn.Module], optim.Optimizer]
 
@@ -249,6 +251,40 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
             run.train(range(STEPS))
             sync(run.model)
         assert differing(*(run.content() for run in runs)) == []
+
+
+@in_turn([(label, offload) for label in LABELS for offload in (None, "optimizer")], 1, "case")
+@pytest.mark.parametrize("codec", ["none", seldom("int4:64")])
+def test_exchanges_over_gloo_and_nccl_have_the_same_bits(
+    codec: str, case: tuple[str, str | None], world: Worlds
+) -> None:
+    world(4).run(_over_both, *case, outer_transport(codec))
+
+
+def _over_both(label: str, offload: str | None, transport: Transport) -> None:
+    """By default, GPUs send them from host memory. The schedule counts it there."""
+    contents: list[Any] = []
+    with in_form(Form.COLLECTIVES):
+        for nccl in (False, True):
+            outer = replace(STREAMING, transport=transport, nccl=nccl)
+            run = Run.of(label, SHAPE, offload=offload, outer=outer, precision=MIXED)
+            run.train(range(STEPS))
+            schedule, found = towpath.schedule(run.model.towpath_engine.strategy, run.model), towpath.stats(run.model)
+            assert schedule.outer is not None and schedule.outer.from_host is not nccl
+            assert ("outer differences" in found.host_memory_bytes) is not nccl
+            for planned, held in (
+                (schedule.memory_bytes() | schedule.buffer_bytes(), found.memory_bytes),
+                (schedule.host_memory_bytes(), found.host_memory_bytes),
+            ):
+                assert {kind: held[kind] for kind in planned} == planned
+            plan, (check, *_) = schedule.outer, run.model.towpath_engine.outer._exchanges[0].transfers
+            backend = check.members.process_group._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == plan.timeout(run.model.towpath_engine.comm.job.timeout)
+            queue = run.model.towpath_engine.comm.queues._buffers.get(HOST_EXCHANGES, [])
+            assert sum(buffers.nbytes for buffers in queue) == found.host_memory_bytes.get("outer messages", 0)
+            sync(run.model)
+            contents.append(run.content())
+    assert differing(*contents) == []
 
 
 # --- what is counted -------------------------------------------------------------------------------------------------

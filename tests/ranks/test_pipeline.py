@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import schedules
 
 import towpath
 from tests.ranks.server import Worlds
@@ -171,6 +172,29 @@ def test_a_pipeline_is_one_process(world: Worlds, sizes: tuple[int, ...], pair: 
 @pytest.mark.parametrize("strategy", [["zero3", "ddp"], towpath.strategy("zero1", exact=True)], ids=["own", "named"])
 def test_stages_may_have_strategies_of_their_own_or_options(world: Worlds, strategy: Any, steps: int) -> None:
     world(4).run(_exact, (2, 2), "1F1B", strategy, steps)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_messages_of_each_direction_have_a_group_of_their_own(world: Worlds, schedule: str) -> None:
+    """NCCL runs those of a group one after the other. PyTorch refuses a batch of two groups."""
+    for batches in world(2).run(_groups_of_batches, schedule):
+        assert {tuple(batch) for batch in batches} == {("activations",), ("gradients",)}
+
+
+def _groups_of_batches(schedule: str) -> list[list[str]]:
+    """Return the groups of the messages of each batch that is posted."""
+    pipeline, found = _pipeline(2, 1, schedule, "zero1", 4), list[list[str]]()
+    x, y = _batch(0, 0, 4)
+    posted, names = schedules._batch_p2p, {pipeline._group: "activations", pipeline._stages[0]._gradients: "gradients"}
+
+    def note(messages: Any, *of: Any, **named: Any) -> Any:
+        found.append(sorted({names[each.group] for each in messages}))
+        return posted(messages, *of, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "_batch_p2p", note)
+        pipeline.step(x, target=y)
+    return [each for each in found if each]
 
 
 def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds) -> None:

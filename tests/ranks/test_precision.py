@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
+from tests.forms import in_form
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import on_ranks
-from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import accumulating
 from towpath import Precision, Topology
+from towpath.core.routes import Form
+from towpath.core.unit_plan import BucketPlan
+from towpath.engine.executor import engine_of
 
 SHAPE = Topology(2, 2)
 
@@ -136,3 +141,92 @@ def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients
         for (name, p), master in zip(model.named_parameters(), masters.named_parameters(), strict=True):
             # The same operations on the same numbers; bf16 masters would be off by 2^-9 of a weight.
             assert torch.allclose(p.full_tensor(), master[1], rtol=1e-6, atol=1e-8), (name, step)
+
+
+# --- weights that gathers cast from the master ------------------------------------------------------------------------
+
+BF16 = Precision(params="bfloat16", reduce="float32")
+CAST = ("zero3", "mics", "hpz", "zero3@hierarchical", "qwz", "zero3 frozen=2x1", "lins:2x2|2x2|2x2")
+
+
+class WithFrozen(nn.Module):
+    """The model of the tests, with one parameter that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = MODELS["gpt"].make(torch.float32)
+        next(iter(self.gpt.parameters())).requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.gpt(ids)
+
+
+@in_turn(CAST, 2)
+@on_ranks(4)
+def test_gathers_that_cast_the_master_bring_the_bits_of_a_shard(label: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for form in Form:
+            with in_form(form):
+                found = _trained(label)
+                patch.setattr(BucketPlan, "casts_master", property(lambda _: False))
+                kept = _trained(label)
+            patch.undo()
+            assert all(map(torch.equal, found, kept)) and len(found) == len(kept)
+
+
+def _trained(label: str) -> list[Tensor]:
+    """Losses and parameters of a training that also writes whole parameters, evaluates and loads a state dict."""
+    torch.manual_seed(0)
+    entry, plain = MODELS["gpt"], WithFrozen()
+    model: Any = towpath.shard(plain, strategy_of(label, SHAPE), precision=BF16)
+    assert any(b.plan.casts_master for u in engine_of(model).units for b in u.buckets) == _casts()
+    optimizer = optimizer_for(model)
+    losses: list[Tensor] = []
+    for step in range(3):
+        for micro in accumulating(model, 2):
+            loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32))
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with towpath.full_parameters(model), torch.no_grad():
+            for p in model.gpt.parameters():
+                p.view(-1)[::3] *= -1  # all others keep the bits that their rounded copies have lost
+        if step == 1:
+            values = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+            model.load_state_dict({name: value * 0.75 for name, value in values.items()}, strict=False)
+        with torch.inference_mode():
+            losses.append(entry.loss(model, *entry.micro_batch(0, 0, step, torch.float32)).clone())
+    return [*losses, *(p.full_tensor() for p in model.parameters())]
+
+
+def _casts() -> bool:
+    return BucketPlan.casts_master.fget is not None and "lambda" not in BucketPlan.casts_master.fget.__qualname__
+
+
+@pytest.mark.parametrize("label", ["zero3", seldom("mics")])
+@on_ranks(4)
+def test_bf16_training_with_adamw_keeps_16_bytes_of_a_parameter(label: str) -> None:
+    """As FSDP2 does: master, gradient and two states in float32. A rank of zero3 has them of its part only."""
+    strategy = strategy_of(label, SHAPE)
+    model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy, precision=BF16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    entry = MODELS["gpt"]
+    for step in range(2):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = towpath.stats(model).memory_bytes
+    ranks = strategy.placement.params.size
+    padded = sum(b.plan.numel for u in engine_of(model).units for b in u.buckets) // ranks
+    own = sum(p.numel() for p in model.parameters())  # padding has states only where it is in a shard
+    assert {kind: memory[kind] for kind in ("params", "master", "grads", "grad", "optimizer")} == {
+        "params": 0,
+        "master": 4 * padded,
+        "grads": 4 * padded,
+        "grad": 0,
+        "optimizer": memory["optimizer"],
+    }
+    assert 8 * own / ranks == pytest.approx(memory["optimizer"], rel=0.1)
+    expected = towpath.schedule(strategy, model, 1).memory_bytes()
+    assert {kind: memory[kind] for kind in expected} == expected

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
@@ -155,8 +156,9 @@ def _trainer(
     class Wires(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             assert line is not None
-            line(model)
+            line(model if args.fsdp else trainer.model_wrapped)
 
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     args = arguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -170,16 +172,13 @@ def _trainer(
         disable_tqdm=True,
         optim="adamw_torch",
         dataloader_pin_memory=False,
-        fsdp=True,
-        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         ddp_backend="gloo",
-        **(options or {}),
+        **({"fsdp": True, "fsdp_config": config} | (options or {})),
     )
     trainer = kind(model=model, args=args, train_dataset=rows, callbacks=[Wires()] if line else [], **more)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
-    assert modules, "the Trainer has sharded nothing"
+    assert isinstance(trainer.model, FSDPModule) or isinstance(trainer.model_wrapped, DistributedDataParallel)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -189,7 +188,7 @@ def _lora() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
-def _hugging_face(line: Line | None, folder: Path, lora: bool) -> list[float]:
+def _hugging_face(line: Line | None, folder: Path, lora: bool, fsdp: bool = True) -> list[float]:
     import transformers
 
     from tests.ranks.launched import forget
@@ -201,7 +200,8 @@ def _hugging_face(line: Line | None, folder: Path, lora: bool) -> list[float]:
 
         model = peft.get_peft_model(model, _lora()).double()
     rows = [{"input_ids": row, "labels": row} for row in _ids(8 * STEPS)]
-    return _trainer(line, folder, transformers.Trainer, transformers.TrainingArguments, model, rows)
+    options = None if fsdp else {"fsdp": False, "fsdp_config": None}
+    return _trainer(line, folder, transformers.Trainer, transformers.TrainingArguments, model, rows, options)
 
 
 def _sft(line: Line | None, folder: Path) -> list[float]:
@@ -234,6 +234,10 @@ def _trainer_on_rank(folder: Path, lora: bool) -> None:
         _compare(lambda line: _hugging_face(line, folder, lora))
 
 
+def _trainer_with_ddp_on_rank(folder: Path) -> None:
+    _compare(lambda line: _hugging_face(line, folder, False, fsdp=False))
+
+
 def _sft_on_rank(folder: Path) -> None:
     with _as_on_gpus():
         _compare(lambda line: _sft(line, folder))
@@ -249,6 +253,12 @@ def test_trainer_when_training_begins(world: Worlds, tmp_path: Path, ranks: int)
 def test_trainer_with_peft_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     world(ranks).run(_trainer_on_rank, tmp_path, True)
+
+
+@pytest.mark.parametrize("ranks", [seldom(2), seldom(4)])
+def test_trainer_with_ddp_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    world(ranks).run(_trainer_with_ddp_on_rank, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
@@ -325,8 +335,8 @@ def _lightning(line: Line | None, place: str) -> list[float]:
     rows = torch.randn(2 * STEPS * world, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=2))
     if line and place == "ddp_comm_hook":
-        assert state._sums is not None
-        _check_sent(state._sums.peers.comm.record.totals().transfers)
+        assert state._peers is not None
+        _check_sent(state._peers.comm.record.totals().transfers)
     return module.losses
 
 
@@ -341,7 +351,7 @@ def test_lightning(world: Worlds, place: str, ranks: int) -> None:
     world(ranks).run(_lightning_on_rank, place)
 
 
-# --- a loop like torchtitan's -----------------------------------------------------------------------------------------
+# --- torchtitan, and a loop like its own ------------------------------------------------------------------------------
 
 
 class _Block(nn.Module):
@@ -425,6 +435,97 @@ def test_torchtitan_like_loop(
     world: Worlds, tmp_path: Path, ranks: int, backend: str, replicate: bool, dtype: torch.dtype
 ) -> None:
     world(ranks).run(_titan_on_rank, tmp_path, backend, replicate, dtype)
+
+
+def _torchtitan(line: Line | None, experts: int, dtype: torch.dtype) -> list[float]:
+    """torchtitan's `parallelize_qwen3`, with experts over `experts` ranks. Its FlexAttention trains on GPUs only."""
+    from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import Embedding, Linear
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    name, width = str(dtype).removeprefix("torch."), 16
+    layers = qwen3._build_qwen3_moe_layers(
+        fuse_qkv=True,
+        n_layers=2,
+        dim=width,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=8,
+        moe_hidden_dim=16,
+        num_experts=4,
+        top_k=2,
+        attn_backend="flex",
+        rope=qwen3.CosSinRoPE.Config(dim=8, max_seq_len=LENGTH, theta=1e6),
+        moe_comm_backend="standard",
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    tokens = Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=width, param_init=qwen3._EMBEDDING_INIT)
+    head = Linear.Config(in_features=width, out_features=VOCABULARY, param_init=qwen3._LINEAR_INIT)
+    config = qwen3.Qwen3Model.Config(
+        vocab_size=VOCABULARY,
+        dim=width,
+        norm=qwen3._qwen3_norm(width),
+        tok_embeddings=tokens,
+        lm_head=head,
+        layers=layers,
+    )
+    set_qwen3_sharding_config(config, enable_sp=False, enable_ep=experts > 1)
+    set_spmd_backend("partial_dtensor")
+    parallelism = ParallelismConfig(expert_parallel_degree=experts, spmd_backend="partial_dtensor")
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+    with (
+        mock.patch("torchtitan.distributed.parallel_dims.device_type", "cpu"),
+        mock.patch.dict(TORCH_DTYPE_MAP, float64=torch.float64),
+        torch.device("meta"),
+    ):
+        model = config.build().to(dtype)
+        dims.build_mesh()
+        parallelize_qwen3(
+            model,
+            parallel_dims=dims,
+            training=TrainingConfig(mixed_precision_param=name, mixed_precision_reduce=name),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder="",
+        )
+    if line:
+        line(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not line:
+            module.set_force_sum_reduction_for_comms(True)  # FSDP2 scales in the reduction, which gloo cannot
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states(buffer_device=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[float] = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+        out = model(ids, positions=torch.arange(LENGTH).expand(2, LENGTH))
+        loss = nn.functional.cross_entropy(out.flatten(0, 1).double(), ids.flatten())
+        (loss / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _torchtitan_on_rank(*options: Any) -> None:
+    _compare(lambda line: _torchtitan(line, *options))
+
+
+@pytest.mark.parametrize(("ranks", "experts"), [(2, 1), seldom(4, 2)])
+def test_torchtitan_on_the_meta_device(world: Worlds, ranks: int, experts: int) -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    world(ranks).run(_torchtitan_on_rank, experts, torch.bfloat16 if ranks == 2 else torch.float64)
 
 
 # --- expert parallelism of transformers -------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import math
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -163,6 +164,30 @@ def test_weights_written_on_one_rank_only_are_reported() -> None:
     run_ranks(write_on_one_rank, 2)  # ranks of their own: their transfers are stuck afterwards
 
 
+def evaluate_after_writes(blocks: dict[int, int], match: str) -> None:
+    """Write to one block on each of these ranks, and evaluate once. No optimizer step follows, so none compares."""
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    model.eval()
+    model(torch.ones(2, 4, dtype=torch.float64))
+    if dist.get_rank() in blocks:
+        with torch.no_grad():
+            next(model[blocks[dist.get_rank()]].parameters()).mul_(0.5)
+    with pytest.raises(StepError, match=match), torch.inference_mode():
+        model(torch.ones(2, 4, dtype=torch.float64))
+    dist.monitored_barrier()  # no rank ends before the others have raised
+
+
+def test_an_evaluation_with_weights_that_one_rank_has_written_fails_on_all_ranks() -> None:
+    run_ranks(partial(evaluate_after_writes, {0: 2}, "param_sync of unit '2'"), 4)
+
+
+def test_an_evaluation_with_different_units_written_in_a_column_fails_on_all_ranks() -> None:
+    run_ranks(partial(evaluate_after_writes, {0: 1, 2: 2}, "param_sync of unit"), 4)
+
+
 @on_ranks(2)
 def test_ranks_with_fewer_batches_join_under_ddp() -> None:
     results: list[list[torch.Tensor]] = []
@@ -211,8 +236,9 @@ def test_a_negative_zero_is_sent() -> None:
     def run(model: nn.Sequential) -> list[torch.Tensor]:
         signs: list[torch.Tensor] = []
         for value in (0.0, -0.0):
-            for p in model[2].parameters():
-                p.data.to_local().fill_(value)  # pyright: ignore
+            with torch.no_grad():
+                for p in model[2].parameters():
+                    p.fill_(value)
             model[2].unshard()  # pyright: ignore
             signs += [torch.signbit(p).double() for p in model[2].parameters()]
             model[2].reshard()  # pyright: ignore
@@ -234,3 +260,45 @@ def test_ranks_compare_over_several_groups_in_one_order() -> None:
     for model in models:
         model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
+
+
+@on_ranks(2)
+def test_ranks_that_step_with_other_options_are_reported_before_the_step() -> None:
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    optimizer.param_groups[0]["lr"] = (0.1, 0.2)[dist.get_rank()]
+    with pytest.raises(StepError, match=r"different programs.*SGD.step\(\) with lr=0.1.*SGD.step\(\) with lr=0.2"):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("form", ["a keyword", "an argument"])
+@on_ranks(2)
+def test_passes_of_a_closure_are_compared_before_its_step(form: str) -> None:
+    """Lightning and LBFGS pass the forward and backward passes to `step`."""
+    model = sharded()
+    towpath.wires(model, topology=Topology(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4, dtype=torch.float64)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        return loss
+
+    def step() -> torch.Tensor:
+        return optimizer.step(closure=closure) if form == "a keyword" else optimizer.step(closure)  # pyright: ignore
+
+    assert [step().item(), step().item()] == losses
+    assert losses[1] < losses[0]
+    before = [parameter.full_tensor() for parameter in model.parameters()]  # pyright: ignore
+    if dist.get_rank():
+        model[1], model[2] = model[2], model[1]
+    with pytest.raises(StepError, match="the ranks ran different units"):
+        step()
+    if dist.get_rank():
+        model[1], model[2] = model[2], model[1]
+    assert all(map(torch.equal, before, [parameter.full_tensor() for parameter in model.parameters()]))  # pyright: ignore

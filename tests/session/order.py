@@ -15,7 +15,7 @@ import pytest
 
 # By what the end of a run says.
 LONGEST = ("test_pipeline", "test_resume", "test_checkpoint", "test_train", "test_parity", "test_every_model")
-FOLDERS = ("ranks", "order", "lab", "unit")
+FOLDERS = ("ranks", "order", "fake_cuda", "lab", "unit")
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:

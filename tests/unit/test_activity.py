@@ -17,13 +17,14 @@ import torch
 
 from towpath import daemons
 from towpath.core.placement import GroupCollective
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
+from towpath.core.queues import HOST_EXCHANGES, MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
+from towpath.engine.agree import status
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import NextRank, Watchdog, _report
 from towpath.engine.comm import make_stream
@@ -68,13 +69,56 @@ def test_nothing_queries_the_device_while_a_graph_is_captured(monkeypatch: pytes
     queried = first.queries
     for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    activity.enqueued(second, [_gather("b")])
+    activity.enqueued(second, [_gather("b")])  # its event is in the graph, and can never be queried
+    assert [end for end, _ in activity._enqueued] == [first]
     assert activity.waits and "waits for gather of unit 'a', on the device" in activity.describe()
     timed: Any = SimpleNamespace(profiled=nullcontext, is_timed=True)
     handle = _CudaHandle(cast(Any, second), torch.device("cuda"), timed)
     monkeypatch.setattr(handle, "join", lambda: None)
     handle.wait()
     assert (first.queries, second.queries) == (queried, 0)
+
+
+class Relaxed:
+    """The driver, on threads that do not capture themselves. It counts threads in the relaxed mode."""
+
+    def __init__(self) -> None:
+        self.modes: dict[int, int] = {}
+
+    def exchange(self, mode: Any) -> None:
+        thread = threading.get_ident()
+        self.modes[thread], mode._obj.value = mode._obj.value, self.modes.get(thread, 0)
+
+
+class Captured(End):
+    """While another thread captures a graph in the default mode, a query on a thread in its own default mode fails."""
+
+    def __init__(self, driver: Relaxed) -> None:
+        super().__init__()
+        self.driver, self.lost = driver, False
+
+    def query(self) -> bool:
+        if self.driver.modes.get(threading.get_ident(), 0) != 2:
+            self.lost = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        return super().query()
+
+
+def test_a_graph_that_another_thread_captures_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the training thread nor by the reporter, whose modes are afterwards what they were."""
+    driver, peers = Relaxed(), Watchdog(Groups())
+    end, behind = Captured(driver), Captured(driver)
+    monkeypatch.setattr(status, "_exchange_capture_mode", lambda: driver.exchange)
+    peers.status.enqueued(end, [_gather("a")])
+    peers.status.enqueued(behind, [_gather("b")])
+    monkeypatch.setattr(peers.status, "silent_seconds", lambda: 1e6)
+    reporter = threading.Thread(target=_report, args=(weakref.ref(peers), Turns(peers.status)))
+    reporter.start()
+    reporter.join()
+    assert end.queries > 10 and set(driver.modes.values()) == {0} and len(driver.modes) == 2
+    assert not end.lost and not behind.lost
+    driver.exchange = lambda mode: None  # a machine whose driver cannot: the capture is lost, and the reporter goes on
+    assert peers.status.on_device() == "gather of unit 'a'" and end.lost
 
 
 class Turns(threading.Event):
@@ -134,6 +178,7 @@ def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
     device = torch.device("cuda")
     kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in TransferKind}
+    assert type(make_stream(HOST_EXCHANGES, device, 1)) is ThreadStream  # so are exchanges from host memory
     assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == set(BETWEEN_HOSTS)
     assert {stream for kind, stream in kinds.items() if kind not in BETWEEN_HOSTS} == {CudaStream}
 

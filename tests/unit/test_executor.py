@@ -15,6 +15,9 @@ from towpath.errors import StepError
 
 
 class Failing(Handle):
+    def has_ended(self) -> bool:
+        return True
+
     def wait(self, on_host: bool = False) -> None:
         raise StepError("the peer is gone")
 

@@ -8,7 +8,7 @@ from tests.features import FEATURES, OTHER
 from tests.gpu.cases import CASES
 from tests.session.record import ROOT
 
-FOLDERS = ("unit", "ranks", "lab", "order")
+FOLDERS = ("unit", "ranks", "lab", "order", "fake_cuda")
 
 
 def test_each_file_of_tests_belongs_to_one_feature() -> None:

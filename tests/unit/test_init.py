@@ -17,6 +17,7 @@ import torch.distributed as dist
 import towpath
 from lab.runs import direct
 from towpath.errors import ConfigError
+from towpath.topology import groups
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -67,6 +68,23 @@ def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch,
     assert gpus["backend"] == "cpu:gloo,cuda:nccl"
     assert (gpus["rank"], gpus["world_size"]) == (3, 4)
     assert gpus["timeout"] == timedelta(minutes=1)
+
+
+@pytest.mark.parametrize(("before", "is_late", "after"), [(None, False, "32"), ("1", False, "1"), (None, True, None)])
+def test_streams_get_hardware_queues_before_the_first_call_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any], before: str | None, is_late: bool, after: str | None
+) -> None:
+    name, at_first_call = "CUDA_DEVICE_MAX_CONNECTIONS", list[str | None]()
+    monkeypatch.setenv(name, before or "")  # so that it is restored
+    if before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_late)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_first_call.append(os.environ.get(name)) or True)
+    for variable, value in (LAUNCHED | {"TOWPATH_RACK": "b"}).items():
+        monkeypatch.setenv(variable, value)
+    towpath.init()
+    assert at_first_call and set(at_first_call) == {after}
 
 
 def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
@@ -158,6 +176,22 @@ def test_ranks_of_the_lab_train_on_the_cpu_unless_told_otherwise(monkeypatch: py
     ] == ["", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert direct(["train.py"], towpath.Topology(1, 1), (0,), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_what_ranks_compare_gives_up_before_nccl_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    towpath.init()
+    options, given, world = SimpleNamespace(config=SimpleNamespace()), dict[str | None, timedelta](), dist.group.WORLD
+
+    def new_group(ranks: list[int], *, backend: str | None, timeout: timedelta, **_: Any) -> Any:
+        given[backend] = timeout
+        return world
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: options), raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    for backend in ("nccl", "gloo"):
+        groups.new_group([0], "gather", backend, timedelta(minutes=1))
+    assert given == {"nccl": timedelta(minutes=2), "gloo": timedelta(minutes=1)}
+    assert options._timeout == given["nccl"], "PyTorch warns if both differ"
 
 
 def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

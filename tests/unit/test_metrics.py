@@ -203,7 +203,7 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
-    found = seconds_by_activity(done, {"passes": 15.0, "optimizer": 1.0}, 20.0)
+    found = seconds_by_activity(done.exposed_by_kind, done.seconds_host, {"passes": 15.0, "optimizer": 1.0}, 20.0)
     assert sum(found.values()) == pytest.approx(20.0)
     gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
     assert found["waiting for gather"] == pytest.approx(gathers)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+import towpath
 from tests.unit.test_plan_command import run
 from tests.unit.test_planner import small_cluster
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
 from towpath.outer import proposal
 from towpath.outer.proposal import HIDDEN, OuterPlanner, saves_enough
+from towpath.outer.settings import Outer, outer_transport
 from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
+from towpath.plan.hardware import OffloadMemory
 from towpath.plan.model import Transformer
-from towpath.plan.request import Prediction, Ranking, Request, Workload, codecs_for_both
+from towpath.plan.request import Batching, Prediction, Ranking, Request, Workload, codecs_for_both
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config
@@ -79,7 +83,7 @@ def test_islands_are_as_small_as_the_memory_lets_them_be() -> None:
     model = Transformer(vocabulary=512, width=2048, depth=8, heads=8, hidden=8192).model("larger", 256)
     cluster = small_cluster(4, 2, 0.1)
     found: list[int] = []
-    for memory in (24, 9, 8, 7):
+    for memory in (24, 9, 8, 6):
         solver = Solver(model, cluster, Request(32, memory << 30))
         assert isinstance(solver.solve(best=1, most=4), Ranking)
         if (step := OuterPlanner(solver).solve()) is not None:
@@ -96,6 +100,51 @@ def test_exchanges_use_the_smallest_codec_that_is_allowed(allow: tuple[str, ...]
     transport = step.strategy.outer.transport
     assert str(transport.codec).startswith(codec)
     assert transport.feedback == ("none" if codec == "none" else "all")
+
+
+def test_exchanges_leave_the_host_unless_the_link_is_fast() -> None:
+    found = [outer_step(solver_at(gigabits)) for gigabits in (1, 10, 11, 100)]
+    assert [step.strategy.outer is not None and step.strategy.outer.nccl for step in found] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    slow, fast = found[0], found[-1]
+    assert slow.host_memory["outer differences"] == fast.memory["outer differences"] == slow.memory["outer values"]
+    assert fast.memory["communicators"] - slow.memory["communicators"] == 600_000_000  # NCCL's for exchanges
+    assert "outer differences" not in slow.memory and "outer differences" not in fast.host_memory
+
+
+@pytest.mark.parametrize("codec", ["none", "int4:64"])
+def test_exchanges_from_the_host_are_priced_with_its_copies_and_its_codecs(codec: str) -> None:
+    """So a slower host makes the mean step longer, and not one of NCCL."""
+    cluster = small_cluster(2, 2, 100.0)
+    hosts = [OffloadMemory(copies * 1e9, memory * 1e9) for copies, memory in ((20, 20), (1, 20), (20, 1))]
+    for nccl in (False, True):
+        seconds: list[float] = []
+        for host in hosts:
+            hardware = replace(cluster.hardware, host_memory=host)
+            solver = Solver(MODEL, replace(cluster, hardware=hardware), Request(32, cluster.memory))
+            outer = Outer(4, transport=outer_transport(codec), nccl=nccl)
+            made = towpath.strategy("mics", cluster.topology, outer=outer)
+            seconds.append(solver.predict(made, Batching(8, 1)).seconds)
+        usual, slow_copies, slow_memory = seconds
+        assert (slow_copies > 1.01 * usual and slow_memory > 1.01 * usual) is not nccl, seconds
+
+
+def test_an_exchange_may_take_as_long_as_its_link_needs() -> None:
+    def timeout(delay: int, codec: str = "none") -> float:
+        made = towpath.strategy("mics", Topology(2, 2), outer=Outer(8, delay=delay, transport=outer_transport(codec)))
+        plan = towpath.schedule(made, [1 << 30], 1).outer
+        assert plan is not None
+        return plan.timeout(timedelta(minutes=30)).total_seconds()
+
+    # A node sends 4 GiB. At 10 Mbit/s, these are nearly an hour.
+    sending = (4 << 30) / 1.25e6
+    assert timeout(0) == pytest.approx(1800 + sending, abs=1)
+    assert timeout(3) == pytest.approx(4 * 1800 + sending, abs=1)
+    assert timeout(0, "int4:64") < 1800 + sending / 6
 
 
 def test_the_slower_the_link_the_more_outer_steps_save() -> None:
@@ -134,7 +183,7 @@ def test_the_command_ranks_outer_steps(command: tuple[str, ...], tmp_path: Path)
     ("more", "message"),
     [
         (("--allow", "outer", "--pipeline", "2"), "--allow outer is planned without pipelines only"),
-        (("--allow", "outer", "--memory", "3"), "no island of whole nodes can hold the model"),
+        (("--allow", "outer", "--memory", "2.8"), "no island of whole nodes can hold the model"),
         (("--allow", "outer", "--trace", "t.json"), "--trace shows one step, and outer steps are simulated over"),
     ],
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tests.profiles import made_profile
 from tests.unit.test_sim import DEPTH, UNITS, hardware
 from towpath.core.formats import Precision
 from towpath.core.schedule import schedule
@@ -122,6 +124,19 @@ def test_wires_win_on_slow_cables_and_hold_the_weights_of_a_column() -> None:
     # FSDP2 holds the states and gradients in fp32, and no second copy in bf16.
     states = sum(memory[0][part] for part in ("params", "master", "grads", "grad", "optimizer"))
     assert states == pytest.approx(16 * solver.model.parameters / solver.cluster.topology.world, rel=0.01)
+
+
+def test_a_probed_cluster_has_wires_and_their_gain_depends_on_its_links(tmp_path: Path) -> None:
+    gains: list[float] = []
+    for cable in (2e7, 2e8):
+        profile = tmp_path / "profile.json"
+        profile.write_text(made_profile(cable=cable).to_json())
+        request = Request(8, 80 << 30, Precision(), micro_batches=(2,), checkpointing=False)
+        solver = Solver(describe_model("gpt-2.5b", length=128), load_cluster(profile), request)
+        steps = {step.strategy.name: step.seconds for step in predict_wrappers(solver)}
+        assert [*steps] == [each.name for each in WRAPPERS]
+        gains.append(steps["FSDP2"] / steps["FSDP2 with wires"])
+    assert gains[0] > 1.5 * gains[1] > 1.5
 
 
 def test_the_largest_micro_batch_that_fits_is_taken() -> None:

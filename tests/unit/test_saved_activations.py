@@ -60,6 +60,9 @@ class LateHandle(Handle):
     def done(self) -> bool:
         return self.job is None
 
+    def has_ended(self) -> bool:
+        return self.done
+
     def wait(self, on_host: bool = False) -> None:
         for job in self.stream.jobs[: self.number + 1]:
             if job.job is not None:

@@ -90,6 +90,7 @@ class Watched:
         self.reduced: list[int] = []  # units, in the order of their reductions in this backward pass
         self.synced: list[int] = []
         self.delivered = 0
+        self.random_steps = True
 
     # What the machine says ------------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class Watched:
                 case Wait(task):
                     self.finish(task, ())
                 case AgreeOnSizes(units, task):
-                    assert units and task.kind is TransferKind.MESSAGE_SIZES and not self.agreed
+                    assert units and task.kind is TransferKind.MESSAGE_SIZES
                     assert all(self.plans[i].agrees_on_sizes for i in units)
                     assert all(self.published[i] != self.versions[i] for i in units)
                     self.agreed.update(units)
@@ -261,6 +262,7 @@ class Watched:
         assert self.reduced == [u for u in trained if self.plans[u].reduces], "not once each, in one order"
         assert self.synced == (trained if self.machine.boundary else [])
         self.reduced, self.synced, self.gradients = [], [], {}
+        assert not self.agreed, "encoded messages that no forward pass has sent"
         for unit in range(len(self.plans)):
             assert not self.shown[unit]
         assert not any(slot.user is not None for slot in self.machine.weight_slots.all)
@@ -269,6 +271,16 @@ class Watched:
         for unit, plan in enumerate(self.plans):
             if plan.trains:
                 self.write(unit)
+        if not self.random_steps or self.draw.random() < 0.7:  # otherwise the program steps without an optimizer
+            self.execute(self.machine.optimizers_stepped())
+            assert all(plan.agrees_on_sizes <= (i in self.agreed or self.sent(i)) for i, plan in self.trained())
+
+    def trained(self) -> list[tuple[int, Any]]:
+        return [(unit, plan) for unit, plan in enumerate(self.plans) if plan.trains]
+
+    def sent(self, unit: int) -> bool:
+        """Whether the parameter sync of what was written last is submitted."""
+        return self.machine._units[unit].synced_version == self.machine._units[unit].version
 
     def write(self, unit: int) -> None:
         self.versions[unit] += 1
@@ -456,6 +468,56 @@ def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
         asked = next(n for n, a in enumerate(said) if isinstance(a, Submit) and a.task.unit == unit and a.task.slot)
         before = next(n for n, a in enumerate(said) if isinstance(a, SwapParameters) and a.unit == unit - 1)
         assert asked < before, f"unit {unit} is asked for when unit {unit - 1} computes already"
+
+
+@thorough
+@given(draws, st.integers(2, 7))
+def test_deferred_syncs_have_one_order_whatever_units_run(draw: random.Random, units: int) -> None:
+    """Ranks that share no weights send to each other here, and each may run other units."""
+    orders: list[list[int]] = []
+    plans = [Planned(f"u{i}" if i else "", root=i == 0, agrees_on_sizes=draw.random() < 0.8) for i in range(units)]
+    for _ in range(2):
+        watched = Watched(plans, draw)
+        watched.random_steps = False
+        said: list[Action] = []
+        watched.note(said)
+        for _ in range(3):
+            ran = draw.sample(range(1, units), draw.randint(1, units - 1))
+            root, passes = watched.forward_of_the_model(ran)
+            watched.execute(watched.machine.backward_begins(root))
+            for passed in reversed(passes):
+                watched.backward(passed)
+            watched.end_backward()
+            watched.optimizer_step()
+        syncs = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is TransferKind.PARAM_SYNC]
+        orders.append([unit for unit in syncs if plans[unit].agrees_on_sizes])
+    assert orders[0] == orders[1]
+
+
+def test_no_pass_waits_for_sizes_and_syncs_are_sent_when_they_are_due() -> None:
+    """Two for each unit, so that the last ones are sent when half of the units have computed."""
+    planned = [Planned(f"u{i}" if i else "", root=i == 0, agrees_on_sizes=True) for i in range(9)]
+    watched = Watched(planned, random.Random(3))
+    watched.random_steps = False
+    for _ in range(3):
+        watched.step()
+    said: list[Action] = []
+    watched.note(said)
+
+    def synced() -> list[int]:
+        submitted = [a.task for a in said if isinstance(a, Submit)]
+        said.clear()
+        return [task.unit for task in submitted if task.kind is TransferKind.PARAM_SYNC]
+
+    watched.begins(0, graph=False)
+    found = [synced()]
+    for unit in range(1, 9):
+        watched.begins(unit, graph=False)
+        assert not any(isinstance(action, AgreeOnSizes) for action in said)
+        found.append(synced())
+        watched.ends(unit, graph=False)
+        found[-1] += synced()
+    assert found == [[], [2, 3, 4], [5, 6], [7, 8], [], [], [], [], []]
 
 
 def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:

@@ -7,7 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import towpath
+from towpath.core.routes import Form
+from towpath.core.schedule import schedule
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
+from towpath.core.units import units_from_numels
 from towpath.errors import ConfigError
 
 TOPOLOGY = towpath.Topology(3, 2)
@@ -95,6 +98,27 @@ def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_ro
     assert routes("paro-ggg") == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("mics", group=ALL) == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("paro-ggg", route="ring") == ["ring"] * 5
+
+
+def test_over_nccl_few_nodes_take_columns_and_rows() -> None:
+    plans = {}
+    for nodes, options in ((2, {}), (2, {"route": "flat"}), (4, {}), (8, {})):
+        for name in ("zero1", "zero2", "zero3", "hpz", "ddp"):
+            made = towpath.strategy(name, towpath.Topology(nodes, 8), **options)
+            assert towpath.Strategy.from_toml(made.to_toml()) == made
+            plans[name, nodes, bool(options)] = schedule(made, units_from_numels([1 << 20]), 1, form=Form.COLLECTIVES)
+    for (name, nodes, is_flat), sent in plans.items():
+        crossing = [t.route for t in sent.transfers if t.kind in WITH_TRANSPORT and t.grid.nodes > 1]
+        flat = is_flat or name == "ddp" or nodes > 5  # (p - R) / (p - 1) is 0.82 on five nodes of eight
+        assert set(crossing) == {"flat" if flat else "hierarchical"}, (name, nodes)
+    for name in ("zero1", "zero2", "zero3"):
+        few, flat = (plans[name, 2, is_flat].cable_bytes(0) for is_flat in (False, True))
+        assert few <= 0.57 * flat
+    assert towpath.strategy("zero3", TOPOLOGY).gather == towpath.Transport("flat", nccl_route="hierarchical")
+    encoded = towpath.strategy("qgz", TOPOLOGY, gradients_until=3).reduce
+    assert encoded.in_form(Form.COLLECTIVES).route == "two-hop"
+    assert encoded.at(3).in_form(Form.COLLECTIVES).route == "hierarchical"
+    assert encoded.at(3).in_form(Form.MESSAGES).route == "flat"
 
 
 def test_an_unknown_strategy_lists_the_known_ones_and_the_closest() -> None:

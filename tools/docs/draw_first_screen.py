@@ -31,14 +31,12 @@ def table() -> str:
 
 def _simulated() -> figures.Row:
     """Return the step of a large model on two nodes of GPUs, with 100 Gbit/s between them."""
-    model, cluster = draw_gpus.two_nodes()
-    peers, ours = [row for row in draw_gpus.ROWS if row.peer], draw_gpus.EXACT
-    found = [draw_gpus.step(row, model, cluster, checkpointing=True).seconds for row in (*peers, ours)]
+    found = [draw_gpus.TWO_NODES.predict(row).seconds for row in (*draw_gpus.PEERS, draw_gpus.EXACT)]
     steps = [f"{seconds:.2f} s, {draw_gpus.tokens_per_gpu(seconds)} tokens/s/GPU" for seconds in found]
     return (
         "100 Gbit/s, Llama-3-8B on 2 × 8 H100, gradients in bf16",
         *steps[:-1],
-        f"**{steps[-1]}** ({ours.title})",
+        f"**{steps[-1]}** ({draw_gpus.EXACT.title})",
         f"{min(found[:-1]) / found[-1]:.1f}×",
         "[simulated](docs/concepts/gpu-clusters.md#two-nodes)",
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from tools.docs.papers.settings import as_published
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
 from towpath.core.passes import Compression, compression
@@ -73,7 +74,7 @@ OPTIMUS = "optimus-cc"
 
 
 def strategy(name: str, topology: Topology = TOPOLOGY) -> Strategy:
-    return presets.strategy(_LINS.get(name, name), topology)
+    return as_published(presets.strategy(_LINS.get(name, name), topology))
 
 
 def picture(system: System | None = None) -> str:

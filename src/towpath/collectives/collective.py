@@ -152,8 +152,11 @@ class Collective(ABC):
         for kept in self.state:
             kept.zero_()
 
-    def problems(self) -> Sequence[str]:
-        """Return what is wrong with what this rank received, if it could go on. All ranks raise at the boundary."""
+    def problems(self, wait: bool = True) -> Sequence[str]:
+        """Return what is wrong with what this rank received, if it could go on. All ranks raise at the boundary.
+
+        `wait`: Whether the host waits for what was received last. Otherwise this is about what is known so far.
+        """
         return ()
 
     @property

@@ -73,7 +73,7 @@ class ExactSync(Collective):
         """Send the next slice in a form that does not depend on what its receivers hold."""
         self._is_first = True
 
-    def problems(self) -> Sequence[str]:
+    def problems(self, wait: bool = True) -> Sequence[str]:
         """Return which slices hold old values, because their last messages could not be decoded."""
         return tuple(self._problems.values())
 
@@ -146,6 +146,7 @@ class AgreedAllGather(ExactSync):
         self._message = torch.zeros(self._cell, dtype=torch.uint8, device=device)
         self._inner = grouped(Op.ALL_GATHER, transfer.route, members, self._bytes, device, start=self._bytes)
         self._as_differences = False
+        self._is_encoded = False  # a message is encoded, and not sent yet
         on_device = device.type == "cuda"
         # The outcomes of decoding, by slice. On a GPU the host reads them at the boundary.
         self._outcomes = torch.zeros(len(self._pieces), dtype=torch.int32, pin_memory=True) if on_device else None
@@ -168,13 +169,18 @@ class AgreedAllGather(ExactSync):
 
     def encode(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Encode `shard`, and write it to this member's slice of the region."""
-        self._read_outcomes()
+        # The receivers will never get the values that differences would refer to.
+        if self._is_encoded:
+            self.restart()
+        self._is_encoded = True
         self._as_differences = self._encode(region, shard, [self._message])
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Send the encoded slice to all members, and replace the region by the new values of all."""
         size, self.agreed_size = round_up(self.agreed_size, CELL_ALIGNMENT), 0
         assert size, "the ranks have not agreed on a size"
+        self._is_encoded = False
+        self._read_outcomes(wait=True)  # of the run before, if nobody has read them
         count = len(self._pieces)
         gathered = workspace.take(self._bytes, torch.uint8)[: count * size]
         self._inner.run(gathered, self._message[:size], workspace)
@@ -190,14 +196,13 @@ class AgreedAllGather(ExactSync):
         self._end = torch.cuda.Event()
         self._end.record()
 
-    def problems(self) -> Sequence[str]:
-        """Return which slices hold old values. The host waits for the last run."""
-        # At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
-        self._read_outcomes()
+    def problems(self, wait: bool = True) -> Sequence[str]:
+        """Return which slices hold old values, after the last run if it has ended, or if `wait`."""
+        self._read_outcomes(wait)
         return super().problems()
 
-    def _read_outcomes(self) -> None:
-        if self._outcomes is not None and self._end is not None:
+    def _read_outcomes(self, wait: bool) -> None:
+        if self._outcomes is not None and self._end is not None and (wait or self._end.query()):
             self._end.synchronize()
             self._end = None
             for slot, code in enumerate(self._outcomes.tolist()):

@@ -31,7 +31,7 @@ from towpath.core.routes import (
     hops_of,
     order_of,
 )
-from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
+from towpath.core.strategy import TransferKind
 from towpath.core.units import Matrices, Range, owner_messages, piece_bytes
 
 if TYPE_CHECKING:
@@ -308,8 +308,8 @@ _MESSAGES_DECODING = Launches(codecs=4, operations=4)
 @lru_cache(maxsize=4096)
 def launches_of(transfer: Transfer) -> Launches:
     """Return what one rank launches to execute `transfer`, apart from what the engine does before and after it."""
-    if transfer.kind in BETWEEN_HOSTS:
-        return Launches()  # the hosts compare over gloo
+    if transfer.between_hosts:
+        return Launches()
     op, codec = transfer.move.op, transfer.transport.encoding
     if isinstance(transfer.payload, Matrices):
         return _of_owners(transfer, transfer.payload)

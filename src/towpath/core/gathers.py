@@ -5,7 +5,8 @@ It decides when a unit's weights are unsharded, in which slot, and when another 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 
 from towpath.core.step_state import (
     Action,
@@ -29,6 +30,10 @@ from towpath.core.step_state import (
 from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 
+# How many deferred parameter syncs are submitted after each unit's forward. More of them than units leave the queue of
+# syncs always filled.
+SYNCS_AHEAD = 2
+
 
 class Gathers:
     """The part of `StepMachine` that unshards and releases weights, and adds what it decides to `actions`."""
@@ -36,6 +41,7 @@ class Gathers:
     def __init__(self, units: Sequence[UnitState], writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
         self._synced_count = writes.count
+        self._deferred: deque[UnitState] = deque()  # written units whose parameter syncs are not due yet
         self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
         self.slots = Slots(slot_groups([u.plan for u in units], lambda plan: plan.gathers))
@@ -43,22 +49,60 @@ class Gathers:
             if unit.plan.gathers:
                 unit.slot = self.slots.shared(unit.index)
 
-    def param_sync(self, on_host: bool = True) -> None:
-        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
-        # Units that agree on sizes are always among them, because one wait of the host then serves all of them.
-        if self._synced_count == self._writes.count and not on_host:
+    def param_sync(self, everything: bool = True) -> None:
+        """Submit parameter syncs of written units. Without `everything`, deferred ones wait until they are due."""
+        if self._synced_count == self._writes.count and not everything:
             return
         self._synced_count = self._writes.count
-        self._sync(u for u in self._units if on_host or not u.plan.steps_on_host or u.plan.agrees_on_sizes)
+        self.agree()
+        for unit in self._units:
+            if unit.synced_version != unit.version and (everything or not _is_deferred(unit)):
+                self._sync(unit)
+        self._defer()
 
-    def _sync(self, units: Iterable[UnitState]) -> None:
-        written = [u for u in units if u.synced_version != u.version]
-        if agreeing := tuple(u.index for u in written if u.plan.agrees_on_sizes):
-            self._actions.append(AgreeOnSizes(agreeing, Task(TransferKind.MESSAGE_SIZES, agreeing[0])))
+    def agree(self) -> None:
+        """Agree with all ranks on the sizes of messages, of all units that were written since. The host waits here."""
+        # One wait serves all units, and not only the unit that is due next.
+        written = [u for u in self._units if u.plan.agrees_on_sizes and u.version not in (u.synced_version, u.agreed)]
         for unit in written:
-            if unit.plan.has_param_sync:
-                unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
-            unit.synced_version = unit.version
+            unit.agreed = unit.version
+        if agreeing := tuple(unit.index for unit in written):
+            self._actions.append(AgreeOnSizes(agreeing, Task(TransferKind.MESSAGE_SIZES, agreeing[0])))
+
+    def optimizers_stepped(self) -> None:
+        """Agree on sizes, and submit the parameter syncs of the root and of the first unit."""
+        self.agree()
+        self._defer()
+        # Not of the unit that this rank ran first: after the last step, too, all ranks must have submitted the same.
+        self.sync_due(self._units[:2][-1])
+
+    def _defer(self) -> None:
+        self._deferred = deque(u for u in self._units if u.synced_version != u.version and _is_deferred(u))
+
+    def sync_due(self, unit: UnitState | None) -> None:
+        """Submit deferred parameter syncs up to that of `unit`, which is used next; with None, all that are left."""
+        # Ranks that share no weights may run other units, in another order, and yet send to each other here. So
+        # deferred syncs have one order on all ranks, as reductions have.
+        while self._deferred and (unit is None or self._deferred[0].index <= unit.index):
+            self._sync(self._deferred.popleft())
+        if unit is not None:
+            self._sync(unit)
+
+    def sync_ahead(self) -> None:
+        """Submit a few parameter syncs that are not due yet, after the computation of a unit was launched."""
+        # Without them, a large output layer would only be sent while the last block computes.
+        for _ in range(SYNCS_AHEAD):
+            if self._deferred and self._deferred[0].plan.agrees_on_sizes:
+                self._sync(self._deferred.popleft())
+
+    def _sync(self, unit: UnitState) -> None:
+        if unit.synced_version == unit.version:
+            return
+        if unit.plan.agrees_on_sizes and unit.agreed != unit.version:
+            self.agree()
+        if unit.plan.has_param_sync:
+            unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
+        unit.synced_version = unit.version
 
     def use(self, unit: UnitState, kind: TransferKind, save_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
@@ -88,7 +132,7 @@ class Gathers:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
-        self._sync([unit])
+        self.sync_due(unit)
         self._take_slot(unit)
         unit.holds = unit.version
         if unit.slot is None:
@@ -105,7 +149,7 @@ class Gathers:
 
     def prefetch(self, unit: UnitState, kind: TransferKind, save_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
-        self._sync([unit])
+        self.sync_due(unit)
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is WeightState.EVICTABLE:
@@ -218,3 +262,12 @@ class Gathers:
             unit.slot.task = unit.ready = None
             unit.slot, unit.home = unit.home, None
             self._actions.append(AssignSlot(unit.index, unit.slot))
+
+
+def _is_deferred(unit: UnitState) -> bool:
+    """Return whether the parameter sync of the unit is submitted when its weights are due, and not at once.
+
+    A sync that copies from the host can only begin then. And where the host has waited for sizes, the device has
+    nothing to compute until the syncs before the first computation are launched.
+    """
+    return unit.plan.steps_on_host or unit.plan.agrees_on_sizes

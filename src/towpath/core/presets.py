@@ -64,6 +64,12 @@ class Options(TypedDict, total=False):
 
 NONE = Extent(1)
 
+# Over NCCL, these presets take columns and rows in place of 'flat' where a node's link then carries less than this
+# share of the bytes. On more nodes there is little to save, and one call starts sooner than two. An all-reduce of NCCL
+# may already be a tree, so ddp stays flat.
+FEW_NODES_SHARE = 0.85
+_BY_COLUMNS_AND_ROWS = ("zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
+
 # No lossless route is faster where links inside a node are the faster ones (benchmarks/suites/collectives.py).
 BEST_ROUTE: Route = "ho-ring"
 
@@ -103,7 +109,7 @@ _PLACERS: dict[str, Callable[..., Placement]] = {
 }
 
 
-_PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
+_PLAIN = ("ddp", *_BY_COLUMNS_AND_ROWS)
 
 # These are the codecs of ZeRO++: for weights (qwZ, section 3.1), and for gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
@@ -148,8 +154,8 @@ def strategy(
             - `gradients_until`: The optimizer step, counted from 0, until which the codec of gradients is used. 0 means
               permanently. Half of the run's steps is the interleaved recipe of ZeRO++ (section 5.4).
             - `route`: The route of all transfers. Encoded gradients follow it only if it is an all-to-all route. By
-              default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a group
-              spans nodes.
+              default ddp, zero1 to zero3 and hpz use 'flat', and all of them but ddp 'hierarchical' over NCCL on few
+              nodes. The others use the best lossless route where a group spans nodes.
             - `frozen`: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
@@ -228,9 +234,11 @@ class NamedStrategy:
             grids = [Grid.of([made.topology.node_of(rank) for rank in group.ranks]) for group in groups]
             gains = made.name not in _PLAIN and not all(grid.plain for grid in grids)
             route: Route = named or (BEST_ROUTE if gains else "flat")
-            transport = Transport(route)
+            saves = any(not grid.plain and grid.crossing_share < FEW_NODES_SHARE for grid in grids)
+            by_columns = named is None and made.name in _BY_COLUMNS_AND_ROWS and saves
+            transport = Transport(route, nccl_route="hierarchical" if by_columns else None)
             if kind in encoded and any(grid.nodes > 1 for grid in grids):
-                transport = _routed(kind, encoded[kind], route, is_named=named is not None)
+                transport = _routed(kind, encoded[kind], transport, is_named=named is not None)
             chosen[kind.value] = transport
         return chosen
 
@@ -343,9 +351,13 @@ def closest(name: object) -> str:
     return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]
 
 
-def _routed(kind: TransferKind, transport: Transport, taken: Route, is_named: bool) -> Transport:
-    """Return an encoded transport with its route, where one that is not encoded takes the route `taken`."""
+def _routed(kind: TransferKind, transport: Transport, plain: Transport, is_named: bool) -> Transport:
+    """Return an encoded transport with its routes, where one that is not encoded would be `plain`."""
+    taken = plain.route
     if kind in WEIGHTS or transport.low_rank is not None:
         return replace(transport, route=taken if is_named or taken != "flat" else BEST_ROUTE)
     encoded: Route = taken if taken in ALL_TO_ALL else "two-hop"
-    return replace(transport, route=encoded, plain_route=taken if transport.changes and taken != encoded else None)
+    if not transport.changes:
+        return replace(transport, route=encoded)
+    otherwise = taken if taken != encoded else None
+    return replace(transport, route=encoded, plain_route=otherwise, nccl_route=plain.nccl_route)

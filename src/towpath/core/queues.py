@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from towpath.core.placement import replicas
 from towpath.core.routes import ALL_TO_ALL, COLLECTIVES, Form, Op
-from towpath.core.strategy import OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.topology.cluster import Topology
@@ -34,12 +34,17 @@ QUEUES = {
     TransferKind.ACTIVATION_GRADIENT: "activation gradient",
 }
 
+# The queue of exchanges between islands that a thread sends over gloo, from the memory of hosts whose GPUs train.
+HOST_EXCHANGES = "outer over gloo"
+# The queues that threads run, also on GPUs.
+HOST_QUEUES = frozenset({HOST_EXCHANGES, *(QUEUES[kind] for kind in BETWEEN_HOSTS)})
+
 # The queues of outer steps.
 OUTER_QUEUES = frozenset(QUEUES[kind] for kind in OUTER_KINDS)
 
 # How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
 # the previous one still distributes its data inside the nodes.
-MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
+MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in (*QUEUES.values(), HOST_EXCHANGES)}
 
 
 # A *lane* is a kind of communicator. NCCL runs the calls of a communicator one after the other, so gathers and
@@ -160,10 +165,20 @@ def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     return {"communicators": sum(taken.values()) + COMMUNICATOR_BYTES} if taken else {}  # the parent is one, too
 
 
-def outer_communicator_bytes(transfers: Iterable[Transfer]) -> int:
-    """Return the bytes of NCCL that outer steps add on one rank: for exchanges, and for the parent of the job."""
+def pipeline_communicator_bytes(ranks: int, form: Form) -> int:
+    """Return the bytes of NCCL for the messages of a pipeline of so many ranks, and for the parent of the job."""
+    # NCCL runs the messages of a communicator one after the other. Activations and gradients have one each, so that
+    # messages of one direction do not wait for those of the other.
+    return 3 * COMMUNICATOR_BYTES if ranks > 1 and form is Form.COLLECTIVES else 0
+
+
+def outer_communicator_bytes(transfers: Iterable[Transfer], from_host: bool) -> int:
+    """Return the bytes of NCCL that outer steps add on one rank: for their transfers, and for the parent of the job.
+
+    `from_host`: Whether islands exchange over gloo, which needs none. The job then still has its parent.
+    """
     found = {each for transfer in transfers for each in CommunicatorSharing().communicators(transfer)}
-    return (len(found) + 1) * COMMUNICATOR_BYTES if found else 0
+    return (len(found) + 1) * COMMUNICATOR_BYTES if found or from_host else 0
 
 
 def _transfers(plans: Iterable[UnitPlan]) -> Iterator[Transfer]:

@@ -155,6 +155,12 @@ class Grid:
         return self.nodes == 1 or self.width == 1
 
     @property
+    def crossing_share(self) -> float:
+        """The bytes on a node's link by columns and rows, as a share of those of a ring over the whole group."""
+        members = self.nodes * self.width
+        return (members - self.width) / (members - 1) if members > 1 else 1.0
+
+    @property
     def places(self) -> list[Place]:
         """The place of each member, in ring order."""
         return [(j, m) for j in range(self.nodes) for m in range(self.width)]

@@ -45,9 +45,10 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
     """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that."""
-    # It has the size of one message for each transfer whose sizes the ranks agree on.
+    # It has the size of one message for each transfer whose sizes the ranks agree on, and whether any rank could not
+    # decode the messages before.
     agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
-    return over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
+    return over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing and agreeing + 1, "int64")
 
 
 def over_all_ranks(strategy: Strategy, kind: TransferKind, elements: int, dtype: str) -> tuple[Transfer, ...]:
@@ -348,11 +349,18 @@ class SteadyStage:
 
     def step(self) -> Iterator[tuple[int, Action | Compute]]:
         """Yield the computations and actions of one step, each with the number of its micro-step."""
+        for action in self.begin():
+            yield self.micro_step, action
         for each in self._order:
             for action in self.walk(each):
                 yield self.micro_step, action
         for action in self.end_boundary():
             yield self.micro_step, action
+
+    def begin(self) -> Iterator[Action]:
+        """Yield the actions that follow the optimizer's step, and those before the first pass."""
+        yield from self.machine.optimizers_stepped()
+        yield from self.machine.param_sync()
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
         """Yield the computations of one pass of the stage, and the actions of the machine around them."""
@@ -378,6 +386,8 @@ def steady_step(
     machine: StepMachine, plans: Sequence[UnitPlan], micro_steps: int
 ) -> Iterator[tuple[int, Action | Compute]]:
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
+    for action in machine.optimizers_stepped():
+        yield 0, action
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
         passes: list[ForwardPass] = []

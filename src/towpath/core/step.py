@@ -125,7 +125,7 @@ class StepMachine:
     def use_plans(self, plans: Sequence[UnitPlan]) -> None:
         """Use the plans of a step in which transports have changed."""
         for unit, plan in zip(self._units, plans, strict=True):
-            unit.plan = plan
+            unit.plan, unit.agreed = plan, -1
 
     # Queries of the engine -------------------------------------------------------------------------------------------
 
@@ -158,6 +158,15 @@ class StepMachine:
 
     # Events: forward ------------------------------------------------------------------------------------------------
 
+    def optimizers_stepped(self) -> list[Action]:
+        """Agree on the sizes of messages, and send what the next forward pass needs first.
+
+        Call it when all parameters with gradients were stepped. Otherwise, the next forward pass agrees.
+        """
+        if any(unit.plan.agrees_on_sizes for unit in self._units):
+            self._gathers.optimizers_stepped()
+        return self._answer()
+
     def entered(self, index: int) -> None:
         """Record a call into the unit, of one of its modules or of a method, before `forward_begins`."""
         self._units[index].inside += 1
@@ -171,7 +180,7 @@ class StepMachine:
         """Unshard the unit for a forward. `comes_back`: a backward pass may follow. `recomputing`: one is running."""
         unit = self._units[index]
         if not recomputing:
-            self._gathers.param_sync(on_host=False)
+            self._gathers.param_sync(everything=False)
             if unit is self._root:
                 self._pass_of_the_model_begins()
                 self._forward_walk += self.staged
@@ -206,7 +215,13 @@ class StepMachine:
             through = unit.forwards[self._forward_walk] % unit.modules == 0 and not recomputing
             if graph_follows and through and self._gathers.successors.of(TransferKind.GATHER, index) is None:
                 self._prefetch_backward()
-        if unit is self._root and not graph_follows and not recomputing:
+        if recomputing:
+            return self._answer()
+        if unit is not self._root:
+            self._gathers.sync_ahead()
+            return self._answer()
+        self._gathers.sync_due(None)  # units that did not run
+        if not graph_follows:
             self._gathers.end_prefetches()
         return self._answer()
 
@@ -351,6 +366,7 @@ class StepMachine:
     def _backward_of_the_model_begins(self) -> None:
         if not self.in_backward:
             self.in_backward = True
+            self._gathers.sync_due(None)  # if the forward pass was not one of the root
             self._pass_of_the_model_begins(self._root.index)
 
     def _end_passes(self) -> None:

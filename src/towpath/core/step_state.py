@@ -74,7 +74,8 @@ class AgreeOnSizes:
     """The action before parameter syncs with exactly encoded messages, in the form of collectives.
 
     The parameter syncs of `units` are encoded. Then the host waits for the sizes of these messages, and `task` finds
-    the largest size of each over all ranks. Collectives send as many bytes from every rank.
+    the largest size of each over all ranks. Collectives send as many bytes from every rank. It follows the optimizer's
+    step, so that no forward pass waits.
     """
 
     units: tuple[int, ...]
@@ -130,9 +131,9 @@ class OpenGradients:
 class ApplyOuter:
     """The action that applies the result of an exchange between islands to the weights of a fragment.
 
-    `exchange` is the task of the exchange, which has ended. `gather` then sends the result inside the island, if ranks
-    hold copies of the same optimizer slice. With `average`, the weights become their mean over the islands, without the
-    outer optimizer.
+    `exchange` is the task of the exchange, which was waited for. `gather` then sends the result inside the island, if
+    ranks hold copies of the same optimizer slice. With `average`, the weights become their mean over the islands,
+    without the outer optimizer.
     """
 
     fragment: int
@@ -307,6 +308,7 @@ class UnitState:
     holds: int = -1  # the version of the weights that its slot holds, or is about to receive; -1 if none
     copied: int = -1  # the version of the weights in the backward copy; -1 if there is none
     synced_version: int = 0  # the version of the weights that every rank's shard holds
+    agreed: int = -1  # the version that is encoded, in messages of sizes that all ranks know
     invalid: bool = False  # autograd refuses to read the unsharded weights
     finished: bool = False  # no more gradients will come in this backward pass
     inside: int = 0  # calls into it that have not returned

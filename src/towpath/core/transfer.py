@@ -18,7 +18,7 @@ from towpath.core.costs import traffic
 from towpath.core.formats import Coding, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, Form, Grid, Op, bounds, byte_grain, parts_of, slice_bytes
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transport import Transport
 from towpath.core.units import Activation, Matrices, Payload, Range
 from towpath.errors import ConfigError
@@ -100,6 +100,12 @@ class Transfer:
         """The name of the encoding of its messages, or 'none'."""
         coding = self.coding
         return coding.codec if coding is not None else str(self.transport.codec)
+
+    @property
+    def between_hosts(self) -> bool:
+        """True if a thread sends it over gloo from the host's memory, also where GPUs compute."""
+        is_exchange = self.kind in (TransferKind.OUTER, TransferKind.SLOW_WEIGHTS)
+        return self.kind in BETWEEN_HOSTS or (is_exchange and self.form is Form.MESSAGES)
 
     @property
     def agrees_on_sizes(self) -> bool:

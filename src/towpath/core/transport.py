@@ -7,7 +7,7 @@ matrix instead of the matrix.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from towpath.core.formats import DIFFERENCES, EXACT, VALUES, Codec, Coding, item_bytes
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, ShardError
 
 # The factors of a matrix X of `rows` × `columns` are P (rows × rank, orthonormal) and Q (columns × rank). P Qᵀ
 # approximates X. Each step starts from the Q of the step before. With error feedback, the difference X - P Qᵀ is added
@@ -63,6 +63,16 @@ class LowRank:
         """Return whether the factors are small enough to be sent in place of a tensor of `shape`."""
         rows, columns = matrix_of(shape)
         return self.rank * (rows + columns) * self.rate < rows * columns
+
+    def check(self, what: str, matrices: Iterable[tuple[int, int] | None]) -> None:
+        """Raise ShardError if it would make none of the matrices smaller, which are a model's gradients."""
+        found = [matrix for matrix in matrices if matrix is not None]
+        if not any(map(self.pays, found)):
+            rows, columns = max(found, key=prod, default=(0, 0))
+            raise ShardError(
+                f"{what}: {self} makes no gradient of this model smaller: its largest matrix has {rows} × {columns} "
+                "elements. Take a smaller rank, or no codec."
+            )
 
     def encoded_elements(self, shape: Sequence[int]) -> int:
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
@@ -144,6 +154,7 @@ class Transport:
         after: The codec is used from this optimizer step on. Before `after` and from `until` on, nothing is encoded.
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
             one may be faster without a codec.
+        nccl_route: The route over NCCL of what is not encoded. None means the same as elsewhere.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
         exact: Send what no codec encodes in fewer bytes, without losing a bit (`codecs/exact`). Only for
             gradients and the parameter sync.
@@ -155,11 +166,12 @@ class Transport:
     until: int = 0
     after: int = 0
     plain_route: Route | None = None
+    nccl_route: Route | None = None
     served: bool = False
     exact: bool = False
 
     def __post_init__(self) -> None:
-        for route in (self.route, self.plain_route or self.route):
+        for route in self._routes:
             if route not in ROUTES:
                 raise ConfigError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
@@ -199,7 +211,19 @@ class Transport:
         serves = self.after <= step and not 0 < self.until <= step
         if serves or self.codec == "none":
             return self
-        return Transport(self.plain_route or self.route, self.codec, served=True, exact=self.exact)
+        route = self.plain_route or self.route
+        return Transport(route, self.codec, nccl_route=self.nccl_route, served=True, exact=self.exact)
+
+    def in_form(self, form: Form) -> Transport:
+        """Return the transport with the route that it takes in `form`, and none for another form."""
+        if self.nccl_route is None:
+            return self
+        in_calls = form is Form.COLLECTIVES and self.encoding is None
+        return replace(self, route=self.nccl_route if in_calls else self.route, nccl_route=None)
+
+    @property
+    def _routes(self) -> list[Route]:
+        return [route for route in (self.route, self.plain_route, self.nccl_route) if route is not None]
 
     @property
     def changes(self) -> set[int]:
@@ -275,7 +299,7 @@ class Transport:
                 f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
             )
         if op is Op.SEND:
-            for route in (self.route, self.plain_route or "flat"):
+            for route in self._routes:
                 if route != "flat":
                     raise ConfigError(f"{what}: a message from one rank to another has no route; got {route!r}.")
             if self.feedback not in ("none", "first"):
@@ -316,5 +340,6 @@ class Transport:
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""
         plain = f", otherwise {self.plain_route}" if self.plain_route else ""
+        plain += f", over NCCL {self.nccl_route}" if self.nccl_route else ""
         exact = ", exact" if self.exact and (not codec or self.changes) else ""
         return self.route + codec + exact + kept + since + until + plain

@@ -71,9 +71,22 @@ class BucketPlan:
         return encoded or self.optimizer_on_host or self.params_on_host or self.compute_dtype != self.own_dtype
 
     @property
+    def casts_master(self) -> bool:
+        """True if each gather casts the master to this rank's place in the slot, so that no P shard is kept."""
+        # The master is then all that this rank contributes. Weights that are always whole are the P shard itself.
+        on_host = self.optimizer_on_host or self.params_on_host
+        return self.has_master and not on_host and self.params.count == self.optimizer.count > 1
+
+    def casts_for(self, kind: TransferKind) -> bool:
+        """Return whether a gather of this kind casts the master. The backward copy is in the compute dtype."""
+        return self.casts_master and (
+            kind is TransferKind.GATHER or (kind is TransferKind.BACKWARD_GATHER and self.backward_copy is None)
+        )
+
+    @property
     def has_param_sync(self) -> bool:
         """True if written parameters must be sent to other ranks, or cast, before the weights are unsharded again."""
-        return self.has_master or bool(self.transfers[TransferKind.PARAM_SYNC])
+        return bool(self.transfers[TransferKind.PARAM_SYNC]) or (self.has_master and not self.casts_master)
 
     @property
     def grad_is_view(self) -> bool:
@@ -114,8 +127,8 @@ class BucketPlan:
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes of one rank's P shard as it is stored, encoded if it has a codec."""
-        elements = self.numel // self.params.count
+        """The bytes of one rank's P shard as it is stored, encoded if it has a codec. 0 if none is kept."""
+        elements = 0 if self.casts_master else self.numel // self.params.count
         return self.rests_in.encoded_bytes(elements) if self.rests_in else elements * item_bytes(self.compute_dtype)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -123,14 +136,16 @@ class BucketPlan:
         # The states of the optimizer are not included.
         compute, summed, own = map(item_bytes, (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
-        frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
+        # A master that is cast at each gather is all that is kept of frozen weights.
+        only_master = self.casts_master and not self.spec.trainable
+        frozen = {} if self.spec.trainable else {"frozen": master if only_master else self.shard_bytes}
         sent = {"sent": self.kept_bytes} if self.kept_bytes else {}
         return (
             frozen
             | sent
             | {
                 "params": self.shard_bytes if self.spec.trainable and not self.params_on_host else 0,
-                "master": master if self.has_master else 0,
+                "master": master if self.has_master and not only_master else 0,
                 "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
                 "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
                 "grad": master if self.spec.trainable and not self.grad_is_view else 0,
@@ -373,11 +388,11 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
                 "codecs."
             )
         # A frozen bucket is not laid out for the codecs of gradients.
-        transport = transport.within(spec.alignment) if of_kind else transport
+        transport = transport.in_form(form).within(spec.alignment) if of_kind else transport
         transfers[kind] = tuple(transfer(kind, m, numel // m.regions, dtype, transport) for m in of_kind)
     if factored is not None:  # two all-reduces over all ranks compute the mean gradient in low rank
         transfers[TransferKind.GRAD_SYNC] = tuple(
-            transfer(TransferKind.GRAD_SYNC, move, elements, reduce, strategy.grad_sync)
+            transfer(TransferKind.GRAD_SYNC, move, elements, reduce, strategy.grad_sync.in_form(form))
             for elements in factored.messages
             for move in everyone(strategy.topology)
         )

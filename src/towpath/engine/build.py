@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from itertools import count
-from math import prod
 
 import torch
 from torch import nn
@@ -79,7 +78,10 @@ def check_shardable(strategy: Strategy, layouts: list[UnitLayout], groups: Group
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
-    _check_low_rank(strategy, layouts)
+    codec = strategy.grad_sync.codec
+    if isinstance(codec, LowRank):
+        specs = [bucket.spec for layout in layouts for bucket in layout.buckets if bucket.spec.trainable]
+        codec.check(strategy.name, (matrix for spec in specs for matrix in spec.matrices))
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -104,21 +106,6 @@ def _check_modules(model: nn.Module) -> None:
         else:
             continue
         raise ShardError(f"buffer {name!r} {what}, and cannot be made equal on all ranks. Register {remedy} of it.")
-
-
-def _check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
-    """Raise ShardError if a low-rank codec would make no gradient of the model smaller."""
-    codec = strategy.grad_sync.codec
-    if not isinstance(codec, LowRank):
-        return
-    specs = [bucket.spec for layout in layouts for bucket in layout.buckets if bucket.spec.trainable]
-    matrices = [matrix for spec in specs for matrix in spec.matrices if matrix is not None]
-    if not any(map(codec.pays, matrices)):
-        rows, columns = max(matrices, key=prod, default=(0, 0))
-        raise ShardError(
-            f"{strategy.name}: {codec} makes no gradient of this model smaller: its largest matrix has {rows} × "
-            f"{columns} elements. Take a smaller rank, or no codec."
-        )
 
 
 def _in_use(parameter: nn.Parameter) -> str | None:

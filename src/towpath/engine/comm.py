@@ -20,7 +20,7 @@ import torch.distributed as dist
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.point_to_point import OwnersExchange
 from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, CommunicatorSharing, shared_lanes
+from towpath.core.queues import HOST_QUEUES, MAX_IN_FLIGHT, QUEUES, CommunicatorSharing, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
@@ -46,9 +46,8 @@ PRIORITIES = {queue: 0 if queue in _LAST else -1 for queue in QUEUES.values()}
 def make_stream(name: str, device: torch.device, depth: int) -> Stream:
     """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
-    # while it waits, whether its peers can still come.
-    on_device = device.type == "cuda" and name not in {QUEUES[kind] for kind in BETWEEN_HOSTS}
-    if not on_device:
+    # while it waits, whether its peers can still come. A thread also sends exchanges that are in the host's memory.
+    if device.type != "cuda" or name in HOST_QUEUES:
         return ThreadStream(name, depth)
     _warn_of_one_connection()
     return CudaStream(device, depth, PRIORITIES[name])
@@ -98,6 +97,7 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     # If the ranks have diverged, such a job can never end. It would block the program until the process group's
     # timeout. So the process then exits at once, with status 1.
     if peers.diverged:
+        _LOG.error("this process ends with status 1: %s", peers.diverged)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -112,6 +112,8 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
 # node. More blocks keep no link between nodes busier, and take processors of the device away from the computation. For
 # all-to-alls inside a node, each block also takes memory for each peer.
 MAX_CTAS = 16
+# The same between islands. Two blocks keep their link busy, and an exchange holds them for as long as it takes.
+ISLAND_CTAS = 2
 
 
 def shares_groups(backend: str) -> bool:
@@ -147,6 +149,7 @@ class CommContext:
         # The streams belong to the process group and not to the model: its transfers and those of another model over
         # the same group then have one order on all ranks.
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
+        self.exchange_timeout = self.job.timeout  # for exchanges between islands
         self.form = form_for(self._backend)
         self._lanes = CommunicatorSharing()
 
@@ -155,6 +158,11 @@ class CommContext:
         plans = tuple(plans)
         self._lanes = CommunicatorSharing.of(plans)
         self.log.share(shared_lanes(strategy, plans))
+
+    def meet(self, transfers: Iterable[Transfer]) -> None:
+        """Make the process groups of transfers that are bound later, perhaps by threads, or while a rank is gone."""
+        for transfer in transfers:
+            self._members(transfer)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
@@ -165,7 +173,8 @@ class CommContext:
             if transfer.move.op in WITH_OWNERS:
                 collective: Collective = OwnersExchange(transfer, members, self.device)
             else:
-                collective = select(transfer, members, self.device)
+                device = torch.device("cpu") if transfer.between_hosts else self.device
+                collective = select(transfer, members, device)
             # Errors of transfers between islands name ranks of the whole job.
             peers = self._everyone if transfer.kind in OUTER_KINDS else self.watchdog
             bound.append(RankTransfer([transfer], members, collective, self.record, peers.describe_ranks))
@@ -192,7 +201,10 @@ class CommContext:
         queue, topology = QUEUES[transfer.kind], transfer.topology
         # Transfers between islands number ranks as the job does.
         if transfer.kind in OUTER_KINDS:
-            return group_rank(transfer, self.job.rank, lambda ranks, part: self._of_job(ranks, f"{queue}{part}"))
+            over_gloo = transfer.between_hosts
+            return group_rank(
+                transfer, self.job.rank, lambda ranks, part: self._of_job(ranks, f"{queue}{part}", over_gloo)
+            )
 
         def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
             if transfer.kind in BETWEEN_HOSTS:
@@ -224,7 +236,11 @@ class CommContext:
         limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 
-    def _of_job(self, ranks: Ranks, purpose: str) -> dist.ProcessGroup:
+    def _of_job(self, ranks: Ranks, purpose: str, over_gloo: bool) -> dist.ProcessGroup:
+        # A model whose exchanges may take longer gets groups of its own.
+        timeout = self.exchange_timeout
+        purpose = f"{purpose}{' over gloo' if over_gloo else ''} within {timeout}"
         # Exchanges between islands always cross nodes.
-        limit = MAX_CTAS if self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ else None
-        return self.job.of(ranks, purpose, self._backend, limit)
+        limits = not over_gloo and self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ
+        backend = "gloo" if over_gloo else self._backend
+        return self.job.of(ranks, purpose, backend, ISLAND_CTAS if limits else None, timeout)

@@ -118,6 +118,7 @@ class Engine:
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
+        self._stepped: set[int] = set()  # the ids of parameters that were stepped since the last boundary
         comm.queues.plan(u.plan for u in units)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -213,14 +214,14 @@ class Engine:
         kind, unit = task.kind, self.units[task.unit]
         buckets = unit.gathered
         runs = _with_memory(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
-        before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
+        before = [_once(work) for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
-        # inside the nodes. They cannot if something must be computed first.
+        # inside the nodes, after what must be computed first.
         begin = None
-        if runs and not before and kind not in unit.coalesced:
+        if runs and kind not in unit.coalesced:
             transfer, region, shard = runs[0]
-            begin = partial(transfer.begin, region, shard)
+            begin = _one_by_one([*before, partial(transfer.begin, region, shard)])
         works = [*before, *_works(runs), *copies]
         return self.comm.queues.submit(kind, _transfers_of(buckets, kind), works, _handles(task.after), begin)
 
@@ -471,6 +472,17 @@ class Engine:
         self.execute(self.machine.param_sync())
 
     @_on_host
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Agree on the sizes of parameter syncs, if this step was the last one of the parameters with gradients."""
+        # An exchange that is applied next writes the parameters again, so the forward pass agrees in its place.
+        if not self.param_syncs.agrees or (self.outer is not None and self.outer.steps.applies_before(self.step)):
+            return
+        self._stepped.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        if all(p.grad is None or id(p) in self._stepped for unit in self._trained for p in unit.parameters):
+            self.execute(self.machine.optimizers_stepped())
+            self.param_syncs.check()
+
+    @_on_host
     def end_boundary(self) -> None:
         """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
@@ -498,6 +510,7 @@ class Engine:
                 bucket.gradients.set_grads(used[:count])
                 used = used[count:]
         self.comm.record.end_step()
+        self._stepped.clear()
         self.step += 1
         self._writes_before_step = self.writes.count
         if self.outer is not None:
@@ -590,6 +603,16 @@ def _with_memory(
         if bucket not in together:
             runs += [(bound, region, shard) for bound in bucket.transfers[kind]]
     return runs
+
+
+def _once(work: Work) -> Work:
+    """Return work that does nothing the second time. A job that begins ahead of its turn has already done it then."""
+    left = [work]
+    return lambda workspace: left.pop()(workspace) if left else None
+
+
+def _one_by_one(works: Sequence[Work]) -> Work:
+    return lambda workspace: [work(workspace) for work in works]
 
 
 def _works(runs: Iterable[_Run]) -> list[Work]:

@@ -29,7 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from towpath.core.queues import LoggedCall
 from towpath.engine import eager
+from towpath.engine.agree.digest import CollectiveLog, Details
 from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.partial_sums import Replica
@@ -136,6 +138,7 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
     # For each model, the names of its parameters in each group. An optimizer may step several models, and other ranks
     # may have other ones, as the stages of a pipeline.
     stepped: dict[Program, dict[int, list[str]]] = {}
+    engines: dict[Program, Engine | None] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -143,6 +146,8 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 stepped.setdefault(program, {}).setdefault(number, []).append(parameter.shard_spec.name)
+                if program not in engines:
+                    engines[program] = engine_of_parameter(parameter)
     if stepped and beside and optimizer not in _warned:
         _warned.add(optimizer)
         _LOG.warning(
@@ -151,12 +156,30 @@ def _after_step(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, 
             *(_name(optimizer), len(beside), tuple(beside[0].shape)),
         )
     for program, groups in stepped.items():
-        details: list[tuple[tuple[str, Any], ...]] = []
-        for number, names in groups.items():
-            checksum = crc32("\n".join(sorted(names)).encode())
-            options = ((k, _plain(v)) for k, v in optimizer.param_groups[number].items() if k not in _WITHOUT_EFFECT)
-            details.append((("parameters", len(names)), ("checksum_of_their_names", checksum), *options))
-        program.stepped(_name(optimizer), tuple(details))
+        program.stepped(_name(optimizer), _details(optimizer, groups))
+    for engine in engines.values():
+        if engine is not None:
+            engine.optimizer_stepped(optimizer)
+
+
+def note_step(optimizer: Optimizer, names: Mapping[int, str], log: CollectiveLog) -> None:
+    """Note a step in the log of a model whose parameters have these names by `id`."""
+    groups = {
+        number: named
+        for number, group in enumerate(optimizer.param_groups)
+        if (named := [names[id(p)] for p in group["params"] if id(p) in names])
+    }
+    log.note(LoggedCall.STEP, f"{_name(optimizer)}.step()", _details(optimizer, groups))
+
+
+def _details(optimizer: Optimizer, groups: Mapping[int, Sequence[str]]) -> Details:
+    """Return the options of parameter groups, and the names of their parameters, which `groups` has by number."""
+    details: list[tuple[tuple[str, Any], ...]] = []
+    for number, names in groups.items():
+        checksum = crc32("\n".join(sorted(names)).encode())
+        options = ((k, _plain(v)) for k, v in optimizer.param_groups[number].items() if k not in _WITHOUT_EFFECT)
+        details.append((("parameters", len(names)), ("checksum_of_their_names", checksum), *options))
+    return tuple(details)
 
 
 def _name(optimizer: Optimizer) -> str:

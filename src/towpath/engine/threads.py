@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import cast, final
+from typing import final
 
 import torch
 
@@ -43,7 +43,7 @@ class ThreadStream(Stream):
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
-            self._jobs.put((future, partial(_run, job, cast(Sequence[_ThreadHandle], after), before, self._last)))
+            self._jobs.put((future, partial(_run, job, after, before, self._last)))
             return _ThreadHandle(future, after, waiting)
 
     def finish(self) -> None:
@@ -79,7 +79,7 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
         del job, future, work
 
 
-def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+def _run(job: StreamJob, after: Sequence[Handle], before: _Progress, mine: _Progress) -> None:
     """Run one job on a thread of its stream. `before`: the progress of the preceding job. `mine`: that of this job."""
     # A collective opens `links_free` once it has posted its last messages between nodes. The next job may then `begin`
     # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
@@ -87,7 +87,7 @@ def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine
         with torch.no_grad():
             # The computation needs no event here: on a CPU it has written its results before it submits a job.
             for handle in after:
-                handle.join()
+                handle.block()
             if job.begin is not None:
                 before.links_free.wait()
                 job.begin(job.workspace)
@@ -145,9 +145,11 @@ class _ThreadHandle(Handle):
         self._after = after
         self._waiting = waiting
 
-    def join(self) -> None:
-        """Wait from another stream's thread. It is not recorded, because the computation does not wait."""
+    def block(self) -> None:
         self._future.result()
+
+    def has_ended(self) -> bool:
+        return self._future.done()
 
     def wait(self, on_host: bool = False) -> None:
         """Wait on the training thread for the job and the jobs before it, and record the time."""

@@ -19,12 +19,12 @@ import torch
 from towpath.codecs.exact import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.buffers import Needs, largest
-from towpath.core.queues import QUEUES
+from towpath.core.queues import HOST_QUEUES, QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.agree.status import is_capturing
+from towpath.engine.agree.status import has_ended, is_capturing, relaxed
 from towpath.errors import StepError
 from towpath.observe.record import Record, TransferWait, profiled
 
@@ -106,6 +106,14 @@ class Handle(ABC):
 
         `on_host`: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
         """
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Return whether the job has ended, so that the host may read its results without a wait."""
+
+    def block(self) -> None:
+        """Return once the job has ended. Threads that run transfers call it. Their waits are not recorded."""
+        self.wait(on_host=True)
 
 
 class Stream(ABC):
@@ -200,6 +208,13 @@ class _CudaHandle(Handle):
         """Let the current stream wait. It is not recorded: on a stream of transfers, no computation waits."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    def has_ended(self) -> bool:
+        return has_ended(self._event)
+
+    def block(self) -> None:
+        with relaxed():
+            self._event.synchronize()
+
     def wait(self, on_host: bool = False) -> None:
         """Let the current stream wait, and with `on_host` the host, too. Record the time."""
         # In the capture of a CUDA graph, events can be neither queried nor timed.
@@ -208,7 +223,7 @@ class _CudaHandle(Handle):
             return
         with self._waiting.profiled():
             # Once the job has ended, there is no wait to time.
-            if not self._waiting.is_timed or self._event.query():
+            if not self._waiting.is_timed or has_ended(self._event):
                 self._wait(on_host)
                 return
             began = self._waiting.mark()
@@ -229,6 +244,7 @@ class Queues:
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
         self._needs: dict[TransferKind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
         self.always: dict[TransferKind, Needs] = {}  # sizes for kinds that are in no plan of a unit
+        self.names = dict(QUEUES)  # the queue of each kind
         self._made_before = 0  # the number of buffers made before, which were replaced since
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
@@ -261,7 +277,7 @@ class Queues:
             # Ranks compare this log at the boundary: whatever order their hooks ran in, the transfers must be the same.
             self._log.note(kind, submitted[0].unit)
             record.watchdog.log = self._log
-        stream = self._streams[QUEUES[kind]]
+        stream = self._streams[self.names[kind]]
         # Jobs of a queue that may overlap get different buffers and tags. All ranks count alike.
         index = stream.next_buffer_index()
         watch = None if record.trace is None else record.trace.watch_codecs(self.micro_step)
@@ -276,12 +292,13 @@ class Queues:
         # give it to another stream too early.
         #
         # Larger buffers replace the old ones. A transfer that has begun keeps the buffers that it began with.
-        name = QUEUES[kind]
+        name = self.names[kind]
         size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
         if name not in self._buffers or size != self._sizes[name]:
             made = sum(b.made for b in self._buffers.get(name, ()))
+            device = torch.device("cpu") if name in HOST_QUEUES else self._device
             self._buffers[name] = [
-                WireBuffers(self._device, partial(stream.uses, buffer_index)) for buffer_index in range(stream.depth)
+                WireBuffers(device, partial(stream.uses, buffer_index)) for buffer_index in range(stream.depth)
             ]
             self._sizes[name], self._made_before = size, self._made_before + made
             for buffers in self._buffers[name]:
@@ -295,7 +312,8 @@ class Queues:
 
     @property
     def wire_buffer_bytes(self) -> int:
-        return sum(b.nbytes for each in self._buffers.values() for b in each)
+        """The bytes of all wire buffers on the device."""
+        return sum(b.nbytes for name, each in self._buffers.items() if name not in HOST_QUEUES for b in each)
 
     @property
     def buffers_made(self) -> int:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core import presets
-from towpath.core.formats import ENCODED
+from towpath.core.formats import ENCODED, Precision
 from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.core.transport import LOW_RANK, Transport
-from towpath.core.units import Range
+from towpath.core.transport import LOW_RANK
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, Range, UnitSpec
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
+from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
@@ -39,20 +42,21 @@ class Wishes:
     gradients: str | None
     hold: str | None
     topology: Topology | None
+    takes_matrices: bool = False  # whether the parameters of a buffer of gradients are known, as for buckets of DDP
 
     def strategy(self, preset: str, topology: Topology) -> Strategy:
         """Return the strategy whose transfers are sent."""
-        made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
-        if self.gradients is None:
-            return made
-        if self.gradients.startswith(LOW_RANK):
-            # It factors matrices, and flat buffers would be sent as they are.
-            raise ConfigError(
-                f"wires(): gradients={self.gradients!r} needs matrices; FSDP2 and DDP reduce flat buffers. Pass a "
-                "codec of blocks, such as 'int8' or 'int4:64'."
-            )
-        route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
-        return replace(made, grad_sync=Transport(route, self.gradients, "first"))
+        options: presets.Options = {"exact": self.exact}
+        if self.gradients is not None:
+            low_rank = self.gradients.startswith(LOW_RANK)
+            if low_rank and not self.takes_matrices:
+                raise ConfigError(
+                    f"wires(): gradients={self.gradients!r} factors whole matrices, and FSDP2 reduces slices of them. "
+                    "Pass a codec of blocks, such as 'int8' or 'int4:64'. DistributedDataParallel takes low rank."
+                )
+            # Otherwise, feedback at both hops, and where an all-reduce shares out its sums.
+            options |= {"gradients": self.gradients, "feedback": "first" if low_rank else "all"}
+        return replace(presets.strategy(preset, topology, **options), name="wires")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,22 @@ class Peers:
     comm: CommContext
     compared: tuple[RankTransfer, ...]  # the comparison before each step
     hold: str | None
+    # What may keep tensors from one step to the next: transfers of gradients, and syncs in low rank.
+    keepers: WeakSet[RankTransfer | LowRankSync] = field(default_factory=WeakSet)
 
     @staticmethod
-    def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
-        """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text."""
+    def of(
+        group: dist.ProcessGroup,
+        device: torch.device,
+        preset: str,
+        wishes: Wishes,
+        model: Iterable[str],
+        units: Mapping[str, int],
+    ) -> Peers:
+        """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text.
+
+        `units`: The elements of a rank's shard of each unit.
+        """
         groups, topology = Groups(group), wishes.topology
         _meet(groups)
         groups.connect()
@@ -84,6 +100,13 @@ class Peers:
         comm = CommContext(groups, device, log)
         # All groups of the job send what this one sends, such as those of each place in a node under HSDP.
         comm.record.islands = dist.get_world_size() // groups.world
+        plans = [
+            plan_unit(strategy, UnitSpec(name, (BucketSpec((numel * groups.world,)),)), Precision(), comm.form)
+            for name, numel in units.items()
+        ]
+        comm.share(strategy, plans)
+        comm.queues.plan(plans)
+        comm.meet(t for plan in plans for bucket in plan.buckets for each in bucket.transfers.values() for t in each)
         return Peers(
             group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
         )
@@ -114,9 +137,9 @@ class Peers:
         if codec is not None and name not in ENCODED:
             raise ConfigError(
                 f"wires(): gradients={codec} encodes {', '.join(ENCODED)}; got {name} gradients of {unit or 'root'}. "
-                "Let FSDP2 reduce in float32 (reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
+                "Reduce in float32 (with FSDP2, reduce_dtype= of MixedPrecisionPolicy), or leave gradients= out."
             )
-        return self.comm.bind(
+        bound = self.comm.bind(
             Transfer(
                 kind,
                 Range(unit, name, elements // move.regions, name),
@@ -127,6 +150,15 @@ class Peers:
             )
             for move in getattr(strategy.moves, kind.value)
         )
+        if kind is TransferKind.GRAD_SYNC:
+            self.keepers.update(bound)
+        return bound
+
+    @property
+    def feedback_bytes(self) -> int:
+        """The bytes of what codecs keep of gradients for the next step."""
+        states = (each.state if isinstance(each, LowRankSync) else each.collective.state for each in self.keepers)
+        return sum(kept.nbytes for state in states for kept in state)
 
     def submit(
         self, kind: TransferKind, transfers: Sequence[RankTransfer], works: Sequence[Work], after: Sequence[Handle] = ()
@@ -137,7 +169,7 @@ class Peers:
             self.comm.record.end_step()
         return self.comm.queues.submit(kind, transfers, works, after)
 
-    def compare(self, problems: Iterable[tuple[str, str]] = ()) -> None:
+    def compare(self, problems: Iterable[tuple[str, str]] = (), ends_step: bool = True) -> None:
         """Raise StepError on every rank if one has submitted other transfers than its peers since the last time.
 
         `problems`: Transfers whose last messages this rank could not decode, each with the reason.
@@ -153,8 +185,9 @@ class Peers:
 
         comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
         comm.log.check(bytes(told.tolist()[1:]), comm.groups.all_gather_objects)
-        comm.record.end_step()
-        comm.watchdog.status.step += 1
+        if ends_step:
+            comm.record.end_step()
+            comm.watchdog.status.step += 1
 
 
 def _meet(groups: Groups) -> None:

@@ -27,7 +27,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
 from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.errors import StepError
-from towpath.fsdp.fields import has_own_cast, shards_of, versions_of
+from towpath.fsdp.fields import has_own_cast, shards_of, trained_in, versions_of
 from towpath.fsdp.peers import Peers, factor_of
 
 
@@ -66,7 +66,8 @@ class _ColumnWeights:
     def on_device(self) -> torch.Tensor:
         """Return what the column holds, in the device's memory."""
         # A copy belongs to the stream that makes it, and is used on no other one.
-        return self.held if self.held.device == self.peers.comm.device else self.held.to(self.peers.comm.device)
+        device = self.peers.comm.device
+        return self.held if self.held.device == device else self.held.to(device, non_blocking=True)
 
     def run(self, workspace: Workspace) -> None:
         """Send this rank's slice, and receive those of the others."""
@@ -102,16 +103,16 @@ class _UnitGradients:
 class WiredUnit:
     """The transfers of one module. Every rank must make the calls of all units in the same order.
 
-    `module`: A module that FSDP2 shards, with parameters of its own. `name`: Its name in the model, for errors.
+    `owner`: A module that FSDP2 shards, or one of its groups of parameters. `name`: Its name in the model, for errors.
     """
 
-    def __init__(self, name: str, module: Any, peers: Peers) -> None:
-        self.name, self.module, self._peers = name, module, peers
+    def __init__(self, name: str, owner: Any, peers: Peers) -> None:
+        self.name, self.owner, self._peers = name, owner, peers
         self._weights: _ColumnWeights | None = None
         # By dtype and size of a rank's slice. Only parameters that have gradients are in it, such as those of the
-        # branch that this forward pass took.
-        self._gradients: dict[tuple[torch.dtype, int], _UnitGradients] = {}
-        # On a GPU: whether the last gather found other values than those that were sent.
+        # branch that this forward pass took. A codec keeps rounding errors, so with one these parameters count, too.
+        self._gradients: dict[tuple[torch.dtype, int, tuple[int, ...] | None], _UnitGradients] = {}
+        # Whether the last gather found other values than those that were sent.
         self.drifted: torch.Tensor | None = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -123,7 +124,8 @@ class WiredUnit:
             weights = self._weights = _ColumnWeights.of(self._peers, self.name, mine)
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
-        if weights.sent is None or weights.versions != self._versions() or self._differs(weights, mine):
+        if weights.sent is None or weights.versions != self._versions():
+            written = None if weights.sent is None else self.name
             weights.overwrite([mine])
             collective = weights.sync.collective
             if weights.sync.transfer.agrees_on_sizes:
@@ -132,27 +134,26 @@ class WiredUnit:
                 self._peers.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
-            return Arrival(self._share(weights, output), self.name)
+            return Arrival(self._share(weights, output), written)
+        self._note_drift(weights, mine)
         return Arrival(self._share(weights, output))
 
-    def _differs(self, weights: _ColumnWeights, mine: torch.Tensor) -> bool:
-        """Return whether the shard has other values than those that were sent last."""
+    def _note_drift(self, weights: _ColumnWeights, mine: torch.Tensor) -> None:
+        """Note whether the shard has other values than those that were sent last."""
         # As bits: not-a-number differs from itself, and one rank alone may have it.
         sent, mine = (each.view(torch.uint8) for each in (weights.mine(weights.held), mine))
-        if not mine.is_cuda:
-            return not torch.equal(sent, mine)
-        # A host that waited here for the device would slow down every gather. It reads the outcome after the next step.
+        # Ranks could not send new values here: values may change on some ranks only, and no rank knows of the others.
+        # Nor may the host read the outcome here: on a GPU, each gather would wait. All ranks learn of it after a step.
         if self.drifted is None:
             self.drifted = torch.zeros((), dtype=torch.bool, device=mine.device)
         torch.any(sent.to(mine.device, non_blocking=True) != mine, out=self.drifted)
-        return False
 
     def take_shard(self) -> bool:
         """Copy the shard to what the column holds, as FSDP2 would cast it. Return False if the next gather has to."""
         weights = self._weights
-        if weights is None or weights.held.dtype == torch.uint8 or has_own_cast(self.module):
+        if weights is None or weights.held.dtype == torch.uint8 or has_own_cast(self.owner):
             return False
-        weights.overwrite(shards_of(self.module))
+        weights.overwrite(shards_of(self.owner))
         return True
 
     @property
@@ -185,7 +186,7 @@ class WiredUnit:
         return self._peers.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent])
 
     def _versions(self) -> tuple[int, ...]:
-        return tuple(versions_of(self.module))
+        return tuple(versions_of(self.owner))
 
     @property
     def held_bytes(self) -> tuple[int, int]:
@@ -209,10 +210,13 @@ class WiredUnit:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
         peers = self._peers
         nodes, width = peers.nodes, peers.width
-        form = whole.dtype, len(output)
+        trained = trained_in(self.owner, len(output)) if peers.strategy.grad_sync.encoding else None
+        form = whole.dtype, len(output), trained
         gradients = self._gradients.get(form)
         if gradients is None:
             gradients = self._gradients[form] = _UnitGradients.of(peers, self.name, output)
+        if trained is None:
+            gradients.sync.collective.restart()  # what it has rounded away may belong to other parameters
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
@@ -239,7 +243,7 @@ class WiredUnit:
 class Arrival(dist.Work):
     """The end of a gather, in the form that FSDP2 waits for.
 
-    `written`: The name of the unit, if this rank sent its weights because they have changed since the last step.
+    `written`: The name of the unit, if this rank sent its weights again because they have changed since the last step.
     """
 
     def __init__(self, end: Handle, written: str | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, final
 
@@ -12,15 +13,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from towpath.core.formats import Precision
-from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.comm import CommContext
 from towpath.errors import ConfigError, ShardError
 from towpath.fsdp.context import WiredRanks
-from towpath.fsdp.fields import comms_of, dtypes_of, groups_of, param_groups, parameters_of, set_replicate_group
+from towpath.fsdp.fields import (
+    comms_of,
+    dtypes_of,
+    groups_of,
+    param_groups,
+    parameters_of,
+    set_comms,
+    set_replicate_group,
+)
 from towpath.fsdp.peers import Peers, Wishes
-from towpath.fsdp.replicas import BucketSums, ReplicaGroup, ReplicaSums, no_copy, sum_bucket
+from towpath.fsdp.replicas import BucketSums, ReplicaGroup, matrix_of, no_copy, sum_bucket
 from towpath.fsdp.wired_unit import WiredUnit
 from towpath.logs import logger
 from towpath.observe.record import Trace
@@ -32,7 +38,7 @@ from towpath.topology.groups import Groups
 
 _LOG = logger("wires")
 
-Modules = Sequence[tuple[str, FSDPModule]]
+Owners = Sequence[tuple[str, Any]]  # groups of parameters, each with a name
 
 
 def wires(
@@ -61,17 +67,19 @@ def wires(
             (HSDP). Or a DistributedDataParallel.
         exact: Send weights and, over gloo, gradients in fewer bytes, without losing a bit. False takes the wires away.
         gradients: The codec of gradients between nodes, such as 'int8' or 'int4:64'. It rounds, and keeps what it has
-            rounded away for the next step.
+            rounded away for the next step. DistributedDataParallel also takes 'low-rank:4'.
         hold: Where to hold the shards of the column: 'device' or 'host'. By default on the device if they fit.
         topology: The number of nodes and of ranks per node. Detected by default.
 
     Raises:
-        ShardError: The model is not sharded by FSDP2, or a module over several meshes.
+        ShardError: The model is not sharded by FSDP2.
         ConfigError: The codec is unknown, or the topology does not fit.
         MismatchError: The ranks passed different models or arguments.
     """
     if type(exact) is not bool or hold not in (None, "device", "host"):
         raise ConfigError(f"wires(): exact= is a bool and hold= is 'device', 'host' or None; got {exact!r}, {hold!r}.")
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"wires(): expected one model, an nn.Module; got {type(model)}. Call it for each model.")
     wishes = Wishes(exact, gradients, hold, topology)
     before = getattr(model, "towpath_wires", None)
     if isinstance(before, WiredModel):
@@ -83,7 +91,7 @@ def wires(
         ranks = _wire_modules(model, wishes)
     ranks = [each for each in ranks if each is not None]
     if exact or gradients is not None:
-        object.__setattr__(model, "towpath_wires", WiredModel(ranks))
+        object.__setattr__(model, "towpath_wires", WiredModel(model, ranks))
     if exact and not ranks and dist.get_rank() == 0:
         _LOG.warning("wires() changes nothing: the ranks of each process group of the model are on one node.")
 
@@ -94,7 +102,7 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if hooks and not states:
         raise ShardError("wires(): this DistributedDataParallel has a communication hook, and takes only one.")
     state = states[0] if states else BucketSums(group=model.process_group)
-    state.wishes = wishes if wishes.exact or wishes.gradients is not None else None
+    state.wishes = replace(wishes, takes_matrices=True) if wishes.exact or wishes.gradients is not None else None
     if not states and state.wishes is not None:
         model.register_comm_hook(state, sum_bucket)
     if state.wishes is None:
@@ -103,6 +111,8 @@ def _wire_ddp(model: DistributedDataParallel, wishes: Wishes) -> WiredRanks | No
     if peers.nodes == 1:
         state.wishes = None
         return None
+    if (codec := peers.strategy.grad_sync.low_rank) is not None:
+        codec.check("wires()", (matrix_of(each) for each in model.parameters() if each.requires_grad))
     return WiredRanks(peers, partial(_compared, model))
 
 
@@ -112,74 +122,63 @@ def _compared(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
 
 
 def _wire_modules(model: nn.Module, wishes: Wishes) -> list[WiredRanks | None]:
-    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
-    if not modules:
+    groups: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        for number, each in enumerate(param_groups(module) if isinstance(module, FSDPModule) else ()):
+            # The modules of `fully_shard([norm, head])` share a group, which is gathered once.
+            groups.setdefault(id(each), (f"{name} (mesh {number + 1})" if number else name, each))
+    if not groups:
         raise ShardError(
             f"wires(): {type(model).__name__} has no module that FSDP2 has sharded, and is no DistributedDataParallel. "
             "Call fully_shard() first, or towpath.shard() instead of both."
         )
-    for _, module in modules:
-        _restore(module)
+    owners = list(groups.values())
+    for _, owner in owners:
+        _restore(owner)
     if wishes.exact is False and wishes.gradients is None:
         return []
-    several = [name or "root" for name, module in modules if len(param_groups(module)) > 1]
-    if several:
-        raise ShardError(
-            f"wires(): module {several[0]} has parameters over several meshes, which share one all-gather. Call "
-            "fully_shard() on a module of their own for those over another mesh, without shard_placement_fn."
-        )
-    by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
-    for name, module in modules:
-        shards, replicas = groups_of(module)
+    by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, Any]]] = {}
+    for name, owner in owners:
+        shards, replicas = groups_of(owner)
         for group, is_replica in ((shards, False), (replicas, True)):
             if group is not None:
-                by_group.setdefault((group, is_replica), []).append((name, module))
+                by_group.setdefault((group, is_replica), []).append((name, owner))
     return [_wire(group, is_replica, members, wishes) for (group, is_replica), members in by_group.items()]
 
 
-def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: Wishes) -> WiredRanks | None:
-    """Take over the transfers of `modules` over one group, if they cross nodes."""
-    device = torch.device(parameters_of(modules[0][1])[0].device)
-    sizes = {name: [each.padded_sharded_param_size for each in parameters_of(module)] for name, module in modules}
+def _wire(group: dist.ProcessGroup, is_replica: bool, owners: Owners, wishes: Wishes) -> WiredRanks | None:
+    """Take over the transfers of these parameters over one group, if they cross nodes."""
+    device = torch.device(parameters_of(owners[0][1])[0].device)
+    sizes = {name: [each.padded_sharded_param_size for each in parameters_of(owner)] for name, owner in owners}
     lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
-    lines += [f"module {name or 'root'} in {dtypes_of(module)}" for name, module in modules]
-    peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
+    lines += [f"module {name or 'root'} in {dtypes_of(owner)}" for name, owner in owners]
+    units = {name: sum(size.numel() for size in each) for name, each in sizes.items()}
+    peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines, units)
     if peers.nodes == 1:
         return None
     if is_replica:
-        wired, sums = WiredRanks(peers, partial(_parameters, modules)), ReplicaSums(peers)
-        for name, module in modules:
-            set_replicate_group(module, ReplicaGroup(group, name, sums))
-        return wired
-    specs = [UnitSpec(n, (BucketSpec((sum(s.numel() for s in each) * peers.ranks,)),)) for n, each in sizes.items()]
-    plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
-    peers.comm.share(peers.strategy, plans)
-    peers.comm.queues.plan(plans)
-    units = [WiredUnit(name, module, peers) for name, module in modules]
-    wired = WiredRanks(peers, partial(_parameters, modules), units)
-    for unit in units:
-        gather, reduce = comms_of(unit.module)
-        unit.module.set_custom_all_gather(AllGather(unit, wired, gather))
-        unit.module.set_custom_reduce_scatter(ReduceScatter(unit, wired, reduce))
+        for name, owner in owners:
+            set_replicate_group(owner, ReplicaGroup(group, name, owner, peers))
+        return WiredRanks(peers, partial(_parameters, owners))
+    wired = WiredRanks(peers, partial(_parameters, owners), [WiredUnit(name, owner, peers) for name, owner in owners])
+    for unit in wired.units:
+        gather, reduce = comms_of(unit.owner)
+        set_comms(unit.owner, AllGather(unit, wired, gather), ReduceScatter(unit, wired, reduce))
     return wired
 
 
-def _parameters(modules: Modules) -> Iterator[torch.Tensor]:
-    for _, module in modules:
-        for each in parameters_of(module):
+def _parameters(owners: Owners) -> Iterator[torch.Tensor]:
+    for _, owner in owners:
+        for each in parameters_of(owner):
             yield each.sharded_param
 
 
-def _restore(module: Any) -> None:
-    """Give a module FSDP2's own transfers back."""
-    gather, reduce = comms_of(module)
-    if isinstance(gather, AllGather):
-        module.set_custom_all_gather(gather.stock)
-    if isinstance(reduce, ReduceScatter):
-        module.set_custom_reduce_scatter(reduce.stock)
-    replicas = groups_of(module)[1]
+def _restore(owner: Any) -> None:
+    """Give FSDP2 its own transfers back."""
+    set_comms(owner, *(each.stock if isinstance(each, _Comm) else each for each in comms_of(owner)))
+    replicas = groups_of(owner)[1]
     if isinstance(replicas, ReplicaGroup):
-        set_replicate_group(module, replicas.stock)
+        set_replicate_group(owner, replicas.stock)
 
 
 class _Comm:
@@ -226,8 +225,18 @@ class ReduceScatter(_Comm):
 class WiredModel(Observable):
     """A model with wires, over one process group or several. `towpath.stats` and traces read it."""
 
-    def __init__(self, ranks: Sequence[WiredRanks]) -> None:
+    def __init__(self, model: nn.Module, ranks: Sequence[WiredRanks]) -> None:
         self._ranks = ranks
+        after: Any = torch.compiler.disable(self._after_forward)  # pyright: ignore[reportUnknownMemberType]
+        self._hooks = [each.register_forward_hook(after) for each in _outermost(model) if ranks]
+
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        # A training pass is compared before its optimizer step.
+        if module.training and torch.is_grad_enabled():
+            return
+        with torch.inference_mode(False):
+            for each in self._ranks:
+                each.after_evaluation()
 
     @property
     def comms(self) -> list[CommContext]:
@@ -244,7 +253,11 @@ class WiredModel(Observable):
             transfers=totals.transfers,
             seconds_host=totals.seconds_host,
             last_step=tuple(transfer for comm in comms for transfer in comm.record.last_step),
-            memory_bytes={"weights of the column": on_device, "wire": sum(c.queues.wire_buffer_bytes for c in comms)},
+            memory_bytes={
+                "weights of the column": on_device,
+                "feedback": sum(each.peers.feedback_bytes for each in self._ranks),
+                "wire": sum(c.queues.wire_buffer_bytes for c in comms),
+            },
             host_memory_bytes={"weights of the column": on_host} if on_host else {},
             buffers_made=sum(comm.queues.buffers_made for comm in comms),
         )
@@ -267,6 +280,17 @@ class WiredModel(Observable):
         raise no_copy()
 
     def leave(self) -> None:
-        """Wait for all transfers, and no longer watch optimizers."""
+        """Wait for all transfers, and no longer watch optimizers and forward passes."""
+        for hook in self._hooks:
+            hook.remove()
         for each in self._ranks:
             each.leave()
+
+
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of FSDP2 that are inside no other one: its root, or all blocks if only these are sharded."""
+    if isinstance(model, FSDPModule):
+        yield model
+    else:
+        for child in model.children():
+            yield from _outermost(child)

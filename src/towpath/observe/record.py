@@ -24,6 +24,7 @@ from towpath.collectives.collective import Workspace
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.status import has_ended
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
@@ -75,7 +76,7 @@ class DeviceTimer(Timer):
         return event
 
     def is_known(self, mark: Mark) -> bool:
-        return not isinstance(mark, torch.cuda.Event) or mark.query()
+        return not isinstance(mark, torch.cuda.Event) or has_ended(mark)
 
     def seconds(self, began: Mark, ended: Mark) -> float:
         if not isinstance(began, torch.cuda.Event):
@@ -309,6 +310,8 @@ class Record:
         self.watchdog, self.timer, self._host_timer = watchdog, timer, Timer()
         self.trace: Trace | None = None
         self._is_read = False  # whether someone has read the seconds
+        # Whether to count seconds where that is not free. By default from the first call of `totals` on.
+        self.times: bool | None = None
         self._lock = threading.Lock()  # the threads of the streams report, too
         self._unknown: list[_Span] = []
         self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
@@ -336,12 +339,13 @@ class Record:
             ]
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
-        """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
-        return self._host_timer if transfers and transfers[0].kind in BETWEEN_HOSTS else self.timer
+        """Return the timer of the device that executes these transfers. The hosts send some of them."""
+        return self._host_timer if transfers and transfers[0].between_hosts else self.timer
 
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""
-        return self._is_read or self.trace is not None or self.timer_of(transfers).is_free
+        times = self._is_read if self.times is None else self.times
+        return times or self.trace is not None or self.timer_of(transfers).is_free
 
     def end_step(self) -> None:
         """Note that the current step has ended, and begin the next one."""

@@ -16,14 +16,14 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from towpath.core.queues import communicator_bytes, outer_communicator_bytes
+from towpath.core.queues import communicator_bytes
 from towpath.core.schedule import sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError
 from towpath.observe.record import Trace
 from towpath.observe.totals import SentBytes, Totals, TransferStats
 from towpath.observe.trace import Interval, write_intervals
@@ -143,12 +143,26 @@ def totals(model: nn.Module | Observable) -> Totals:
     return observed.totals() if isinstance(observed, Observable) else observed.comm.record.totals()
 
 
+def time_transfers(model: nn.Module | Observable, times: bool | None) -> None:
+    """Count the seconds of transfers and waits on a GPU from now on, or not. None brings back the default.
+
+    By default they are counted from the first call of `stats` or `totals` on.
+    """
+    for comm in _comms(model):
+        comm.record.times = times
+
+
 def _observed(model: nn.Module | Observable) -> Engine | Observable:
     """Return a model of several parts, or the engine of a model that `shard` returned."""
     if isinstance(model, Observable):
         return model
     wired = getattr(model, "towpath_wires", None)
-    return wired if isinstance(wired, Observable) else engine_of(model)
+    if isinstance(wired, Observable):
+        return wired
+    try:
+        return engine_of(model)
+    except ShardError as error:
+        raise ShardError(f"{error} For a model of FSDP2 or DDP, call towpath.wires() first.") from None
 
 
 def _comms(model: nn.Module | Observable) -> list[CommContext]:
@@ -243,7 +257,7 @@ def _memory_bytes(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     memory |= sum_by_kind(bucket.memory_bytes() for bucket in buckets)
     host_memory = sum_by_kind(bucket.host_memory_bytes() for bucket in buckets)
     if engine.outer is not None:
-        if added := outer_communicator_bytes(engine.outer.plan.transfers):
+        if added := engine.outer.plan.communicator_bytes:
             memory["communicators"] = memory.get("communicators", 0) + added
         of_outer, of_outer_on_host = engine.outer.plan.memory_bytes()
         memory, host_memory = memory | of_outer, host_memory | of_outer_on_host

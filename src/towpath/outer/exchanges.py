@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from towpath.core.buffers import Needs, feedback_bytes, largest, wire_needs
 from towpath.core.formats import ENCODED, item_bytes, wide
@@ -25,6 +26,8 @@ from towpath.errors import ConfigError
 from towpath.observe.totals import SentBytes
 from towpath.outer.settings import Outer
 
+# An exchange at this rate of the link between nodes is not taken for one that has stopped: bytes a second, 10 Mbit/s.
+_SLOWEST_RATE = 1.25e6
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
 _WIRE_ALIGNMENT = 128
 
@@ -92,6 +95,7 @@ class OuterPlan(SentBytes):
     settings: Outer
     fragments: tuple[Fragment, ...]  # the fragments, in the order of their exchanges
     transfers: tuple[Transfer, ...]  # the transfers of one period
+    from_host: bool  # whether GPUs copy what they exchange to the host, which sends it over gloo
 
     @property
     def mean_inter_bytes(self) -> float:
@@ -110,17 +114,41 @@ class OuterPlan(SentBytes):
         exchanges = [t for fragment in self.fragments for part in fragment.parts for t in part.exchange]
         kept = {"slow weights": slow, "outer momentum": slow if self.settings.momentum else 0}
         sent = {"outer differences": slow, "outer feedback": sum(map(feedback_bytes, exchanges))}
-        # The slow weights are where the optimizer works. What is sent is on the device: the host needs another buffer.
-        return (sent, kept | {"outer values": slow}) if self.strategy.optimizer_on_host else (kept | sent, {})
+        works_on_host, from_host = self.strategy.optimizer_on_host, self.from_host
+        # The slow weights are where the optimizer works. If what is sent is elsewhere, it works in another buffer.
+        if works_on_host != from_host:
+            kept["outer values"] = slow
+        if from_host:
+            sent["outer messages"] = _total_bytes(self._queue_needs(QUEUES[TransferKind.OUTER]))
+        device, host = dict[str, int](), dict[str, int]()
+        (host if works_on_host else device).update(kept)
+        (host if from_host else device).update(sent)
+        return device, host
 
     def buffer_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
         """Return the buffers of one rank together with those of the inner strategy, `inner`."""
-        queues: dict[str, Needs] = {}
-        for kind in OUTER_KINDS:
-            queues[QUEUES[kind]] = largest([queues.get(QUEUES[kind], {}), self.wire_needs(kind)])
-        wire = sum(numel * item_bytes(dtype) for needs in queues.values() for dtype, numel in needs.items())
-        added = {"wire": wire, "communicators": outer_communicator_bytes(self.transfers)}
+        queues = {QUEUES[kind] for kind in OUTER_KINDS}
+        if self.from_host:  # `memory_bytes` counts the others
+            queues.remove(QUEUES[TransferKind.OUTER])
+        wire = sum(_total_bytes(self._queue_needs(queue)) for queue in queues)
+        added = {"wire": wire, "communicators": self.communicator_bytes}
         return dict(inner) | {part: inner.get(part, 0) + nbytes for part, nbytes in added.items() if nbytes}
+
+    @property
+    def communicator_bytes(self) -> int:
+        """The bytes that NCCL takes on one rank's device for outer steps."""
+        return outer_communicator_bytes(self.transfers, self.from_host)
+
+    def timeout(self, of_step: timedelta) -> timedelta:
+        """Return how long an exchange may take, if no transfer of a step takes longer than `of_step`.
+
+        It may be under way for `delay` steps, while one island can be a step behind. The slowest links need longer.
+        """
+        sent_seconds = self.peak_inter_bytes / self.strategy.job.nodes / _SLOWEST_RATE
+        return (1 + self.settings.delay) * of_step + timedelta(seconds=math.ceil(sent_seconds))
+
+    def _queue_needs(self, queue: str) -> Needs:
+        return largest(self.wire_needs(kind) for kind in OUTER_KINDS if QUEUES[kind] == queue)
 
     def wire_needs(self, kind: TransferKind) -> Needs:
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
@@ -135,6 +163,10 @@ class OuterPlan(SentBytes):
         return f"{title}\n{self.by_kind()}\n{said}"
 
 
+def _total_bytes(needs: Needs) -> int:
+    return sum(numel * item_bytes(dtype) for dtype, numel in needs.items())
+
+
 def gathered_in(transfer: Transfer) -> tuple[int, int]:
     """Return start and end of an all-gather's region in the wire buffer, which the transfer uses up to the start."""
     start = round_up(wire_needs(transfer).get(transfer.dtype, 0), _WIRE_ALIGNMENT)
@@ -146,6 +178,8 @@ def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.
     outer = strategy.outer
     if outer is None:
         return None
+    from_host = form is Form.COLLECTIVES and strategy.islands > 1 and not outer.nccl
+    between = Form.MESSAGES if from_host else form
     trained = [index for index, plan in enumerate(plans) if plan.trains]
     if outer.fragments > max(len(trained), 1):
         raise ConfigError(
@@ -153,17 +187,25 @@ def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.
             f"Expected at most {max(len(trained), 1)}, as each fragment has at least one unit."
         )
     fragments = tuple(
-        _fragment(strategy, outer, number, tuple(trained[number :: outer.fragments]), plans, form)
+        _fragment(strategy, outer, number, tuple(trained[number :: outer.fragments]), plans, (between, form))
         for number in range(outer.fragments)
     )
     transfers = tuple(t for each in fragments for t in (*each.exchanges, *each.gathers))
-    return OuterPlan(strategy, outer, fragments, transfers)
+    return OuterPlan(strategy, outer, fragments, transfers, from_host)
 
 
 def _fragment(
-    strategy: Strategy, outer: Outer, number: int, units: tuple[int, ...], plans: Sequence[UnitPlan], form: Form
+    strategy: Strategy,
+    outer: Outer,
+    number: int,
+    units: tuple[int, ...],
+    plans: Sequence[UnitPlan],
+    forms: tuple[Form, Form],
 ) -> Fragment:
-    """Return one fragment: its units' buckets, grouped by dtype and size of blocks."""
+    """Return one fragment: its units' buckets, grouped by dtype and size of blocks.
+
+    `forms`: The forms of transfers between islands, and of those inside.
+    """
     name, between = f"fragment {number}", over_islands(strategy.topology, strategy.islands)
     partition, gathers = subdivided(strategy.placement, strategy.topology)
     inside = tuple(move.repeated(strategy.islands, strategy.topology.world) for move in gathers)
@@ -171,6 +213,7 @@ def _fragment(
     def transfers(
         kind: TransferKind, payload: Range, moves: Sequence[GroupCollective], transport: Transport = Transport()
     ) -> tuple[Transfer, ...]:
+        form = forms[kind is TransferKind.OUTER_GATHER]
         return tuple(Transfer(kind, payload, move, transport, strategy.job, form=form) for move in moves)
 
     grouped: dict[tuple[str, Transport], list[BucketSlice]] = {}
@@ -218,6 +261,10 @@ class OuterSteps:
                 actions += self._apply(fragment)
         return actions
 
+    def applies_before(self, step: int) -> bool:
+        """Return whether `advance(step)` applies an exchange."""
+        return any(self._outer.fragments_applied_after(each) for each in range(self.done + 1, step + 1))
+
     def average(self) -> list[Action]:
         """Return the actions that apply the exchanges under way now, and then average the weights of all islands."""
         actions = [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
@@ -244,5 +291,6 @@ class OuterSteps:
         exchange, _ = self.under_way.pop(fragment)
         gathers = self._plan.fragments[fragment].gathers
         gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
-        # The host waits, too, because it reads whether the slow weights of all islands are equal.
-        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather, average)]
+        # Where the optimizer works in host memory, the host applies the result.
+        waits = Wait(exchange, on_host=self._plan.strategy.optimizer_on_host)
+        return [waits, ApplyOuter(fragment, exchange, gather, average)]

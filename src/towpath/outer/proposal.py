@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import ceil
 
 from towpath.core.formats import Codec
-from towpath.outer.settings import Outer, outer_transport
+from towpath.outer.settings import NCCL_RATE, Outer, outer_transport
 from towpath.plan.request import Prediction, Ranking
 from towpath.plan.solver import Solver
 
@@ -36,14 +36,16 @@ class OuterPlanner:
         # Exchanges are sent in the codec of gradients with the fewest bits that is allowed, or in float32.
         codecs = [Codec.parse(name) for name in solver.request.gradients if name != "none"]
         smallest = min((c for c in codecs if not c.stochastic), key=lambda codec: codec.bits, default=None)
-        self._transport = outer_transport("" if smallest is None else str(smallest))
+        hardware = solver.cluster.hardware
+        nccl = hardware.cores is None and hardware.inter.rate > NCCL_RATE
+        self._outer = Outer(1, transport=outer_transport("" if smallest is None else str(smallest)), nccl=nccl)
 
     def solve(self) -> Prediction | None:
         """Return the shortest period that hides its exchanges, or the longest. None if no island can hold the model."""
         if (found := self._of_islands()) is None:
             return None
         islands, inner = found
-        first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
+        first = self._predicted(replace(self._outer, every=PERIODS[0]), islands, inner)
         # What an exchange takes longer than a step does not depend on the period.
         exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
         settings = [self._settings(every, exchange, inner.seconds) for every in PERIODS]
@@ -58,14 +60,14 @@ class OuterPlanner:
                 continue
             _, island = Outer(1, islands=islands).on(topology)
             cluster = self._solver.cluster.on(island.nodes, island.ranks_per_node)
-            outer, reserved = Outer(1, transport=self._transport), 0
+            reserved = 0
             for _ in range(_TRIED):
                 mine = replace(request, batch=request.batch // islands, memory=request.memory - reserved)
                 ranked = Solver(self._solver.model, cluster, mine).solve(best=1, most=_REPLAYED)
                 if not isinstance(ranked, Ranking):
                     break
                 step = ranked.ranked[0]
-                needed = self._predicted(outer, islands, step).peak_bytes
+                needed = self._predicted(self._outer, islands, step).peak_bytes
                 if needed <= request.memory:
                     return islands, step
                 reserved = max(reserved + 1, needed - step.peak_bytes)  # the slow weights, feedback and messages
@@ -73,7 +75,7 @@ class OuterPlanner:
 
     def _settings(self, every: int, exchange: float, step: float) -> tuple[Outer, bool]:
         """Return the settings for a period, and whether they hide an exchange of so many seconds behind its steps."""
-        outer = Outer(every, transport=self._transport)
+        outer = replace(self._outer, every=every)
         if exchange <= (HIDDEN - 1) * every * step:
             return outer, True
         delay = ceil(exchange / step)

@@ -20,6 +20,9 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology, counted
 
+# Bytes a second between nodes, from which on exchanges of GPUs are planned over NCCL. Its kernels are on the GPU for as
+# long as an exchange takes. On slower links, these seconds cost more computation than copies to the host.
+NCCL_RATE = 1.25e9
 # Codecs with fewer bits need error feedback: what they round away would otherwise be lost for good.
 _BITS_WITHOUT_FEEDBACK = 4
 
@@ -44,6 +47,8 @@ class Outer:
         islands: The number of islands, each of equally many nodes. By default, each node is one. On a single node,
             training is then synchronous, with a warning. 1 steps the outer optimizer on one island (Lookahead).
         nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
+        nccl: Whether GPUs exchange over NCCL. By default, exchanges are sent over gloo from host memory, so that they
+            take no GPU's processors. Use NCCL where more than 10 Gbit/s connect two islands. `towpath plan` does so.
     """
 
     every: int
@@ -55,6 +60,7 @@ class Outer:
     transport: Transport = Transport()
     islands: int | None = None
     nodes_per_rack: int | None = None
+    nccl: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("islands", 1)):
@@ -66,6 +72,8 @@ class Outer:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
                 bound = "a number of at least 0" if high == math.inf else "a number from 0 to less than 1"
                 raise ConfigError(f"Outer: {name} is {bound}; got {value!r}.")
+        if type(self.nccl) is not bool:
+            raise ConfigError(f"Outer: nccl is True or False; got {self.nccl!r}.")
         if self.delay >= self.every:
             raise ConfigError(
                 f"Outer: delay={self.delay} with every={self.every}: the next exchange of the same weights would begin "

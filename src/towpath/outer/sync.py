@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast, final
 
 import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.queues import LoggedCall
+from towpath.core.queues import HOST_EXCHANGES, LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.engine.agree.boundary import checksum
@@ -52,12 +53,16 @@ class OuterSync:
     def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         self.plan, self._comm = plan, comm
         self.steps = OuterSteps(plan)
+        comm.exchange_timeout = plan.timeout(comm.job.timeout)
         self._exchanges = [
-            FragmentExchange(number, each, plan.settings, units, comm) for number, each in enumerate(plan.fragments)
+            FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
         self._has_begun = False  # whether the slow weights have values
-        self._problems: list[str] = []
+        # Fragments that were applied, each with the end of its exchange, and the digest that is there then.
+        self._unchecked: list[tuple[int, Handle, Tensor]] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
+        if plan.from_host:
+            comm.queues.names[TransferKind.OUTER] = HOST_EXCHANGES
 
     def begin(self) -> None:
         """Take the weights of now as the slow weights, unless these have values. The momentum begins at zero."""
@@ -71,17 +76,26 @@ class OuterSync:
         # The training thread has waited for the exchange before, which used the same memory.
         exchange = self._exchanges[task.unit]
         exchange.take_differences()
-        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run])
+        # A copy of its own, because the host may read that of an earlier exchange later.
+        exchange.told = host_memory(2, torch.int64, self._comm.device)
+        after: list[Handle] = []
+        if self.plan.from_host and not self.plan.strategy.optimizer_on_host:
+            # A stream of the device copies, while the computation goes on. The thread of the exchange waits for it.
+            after = [self._comm.queues.submit(TransferKind.OUTER_GATHER, (), [lambda _: exchange.copy_to_send()])]
+        else:
+            exchange.copy_to_send()
+        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run], after)
 
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
 
-        If the islands turn out to have different slow weights of this rank's part, the next boundary raises. The other
+        If the islands turn out to have different slow weights of this rank's part, a later boundary raises. The other
         ranks of the island wait for this one in the gather, so it takes part in it.
         """
         exchange = self._exchanges[action.fragment]
-        if exchange.differs:
-            self._problems.append(f"the slow weights of fragment {action.fragment}")
+        # Without a handle, a checkpoint has brought the result. Its slow weights are those of all islands.
+        if exchange.transfers and (ended := cast("Handle | None", action.exchange.handle)) is not None:
+            self._unchecked.append((action.fragment, ended, exchange.told))
         settings = self.plan.settings
         if action.average:
             settings = replace(settings, lr=1.0, momentum=0.0, blend=0.0)  # the slow weights become the plain mean
@@ -93,7 +107,8 @@ class OuterSync:
                 part.write()
         else:
             gathers = [part.run_gather for part in exchange.parts]
-            self._comm.queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, gathers).wait(on_host=True)
+            gathered = self._comm.queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, gathers)
+            gathered.wait(on_host=self.plan.strategy.optimizer_on_host)
         for part in exchange.parts:
             part.written()
 
@@ -105,11 +120,26 @@ class OuterSync:
 
     def note_problems(self) -> None:
         """Tell all ranks of the island at the boundary which slow weights differ, for which all of them raise."""
-        problems, self._problems = self._problems, []
-        for what in problems:
+        for what in self._differing():
             if not self._comm.log.compares(LoggedCall.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
             self._comm.log.note(LoggedCall.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+
+    def _differing(self, wait: bool = False) -> list[str]:
+        """Return what islands turned out to have different values of, as far as it is known, or after a `wait`."""
+        unchecked, self._unchecked = self._unchecked, []
+        found: list[str] = []
+        for fragment, ended, told in unchecked:
+            if wait:
+                ended.wait(on_host=True)
+            # A boundary reads what the device has found by then, because the host must not wait in a step.
+            elif not ended.has_ended():
+                self._unchecked.append((fragment, ended, told))
+                continue
+            digest, complement = told.tolist()
+            if digest != ~complement:
+                found.append(f"the slow weights of fragment {fragment}")
+        return found
 
     def check_steps(self, step: int, awaits_step: bool) -> None:
         """Raise if islands have made different numbers of steps, or have begun another. Every rank must call it."""
@@ -138,7 +168,7 @@ class OuterSync:
 
     def raise_problems(self) -> None:
         """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
-        problems, self._problems = self._problems, []
+        problems = self._differing(wait=True)
         for what in (what for found in self._comm.job.all_gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
 
@@ -158,11 +188,8 @@ class OuterSync:
         The slow weights, the momentum and the sums of the differences must have been filled.
         """
         self.wait()
-        self._has_begun, self._problems = True, []
+        self._has_begun, self._unchecked = True, []
         self.steps.resume(done, under_way)
-        for fragment in under_way:
-            # A checkpoint has one copy of the slow weights, so those of all islands are equal.
-            self._exchanges[fragment].digest.copy_(torch.tensor([0, ~0]))
 
     def begin_anew(self, step: int) -> None:
         """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
@@ -181,15 +208,19 @@ class FragmentExchange:
     """The exchange of one fragment on this rank: its parts, and the transfers of all of them."""
 
     def __init__(
-        self, number: int, fragment: Fragment, settings: Outer, units: Sequence[Unit], comm: CommContext
+        self, number: int, fragment: Fragment, plan: OuterPlan, units: Sequence[Unit], comm: CommContext
     ) -> None:
         self._number, self._comm = number, comm
         self._check = comm.bind(fragment.check)
-        self.parts = [PartExchange(part, settings, units, comm) for part in fragment.parts]
+        self.parts = [PartExchange(part, plan, units, comm) for part in fragment.parts]
         self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
         self.gathers = [bound for part in self.parts for bound in part.gather]
         # The digest of the slow weights, and its complement. The maximum of both shows whether all islands have one.
-        self.digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
+        self.digest = _zeros(2, torch.int64, comm.device, plan.from_host)
+        # Where it is computed.
+        moves = plan.from_host and not plan.strategy.optimizer_on_host
+        self._digest = _zeros(2, torch.int64, comm.device, on_host=False) if moves else self.digest
+        self.told = self.digest  # its copy in host memory, which an exchange makes
 
     def take_differences(self) -> None:
         """Compute how far the weights have moved from the slow weights, and the digest of these."""
@@ -197,12 +228,19 @@ class FragmentExchange:
             part.take_difference()
         digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
         if isinstance(digest, Tensor):
-            self.digest.copy_(torch.stack([digest, ~digest]))
+            self._digest.copy_(torch.stack([digest, ~digest]))
+
+    def copy_to_send(self) -> None:
+        """Copy the differences and the digest from where they were computed to where they are sent from."""
+        for target, source in [(part.difference, part.values) for part in self.parts] + [(self.digest, self._digest)]:
+            if target is not source:
+                target.copy_(source, non_blocking=True)
 
     def run(self, workspace: Workspace) -> None:
         try:
             for bound in self._check:
                 bound.run(self.digest, self.digest, workspace)
+            self.told.copy_(self.digest, non_blocking=True)
             for part in self.parts:
                 for bound in part.exchange:  # sums the differences of all islands, in place
                     bound.run(part.difference, part.difference, workspace)
@@ -214,37 +252,28 @@ class FragmentExchange:
             self._comm.tell(f"{what}, which needs rank {others}")
             raise StepError(f"rank {mine}: {what}: {str(error).removeprefix(f'rank {mine}: ')}") from error
 
-    @property
-    def differs(self) -> bool:
-        """Whether the islands had different slow weights in the last exchange."""
-        digest, complement = self.digest.tolist()
-        return bool(self._check) and digest != ~complement
-
 
 @final
 class PartExchange:
     """One flat buffer of a fragment on this rank: slow weights, momentum, and differences.
 
     The slow weights and the momentum are stored where the optimizer works, which may be the host. The differences are
-    on the device, because they are sent.
+    where they are sent from, which may be the host, too.
     """
 
-    def __init__(self, part: FragmentPart, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(self, part: FragmentPart, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         self._plan, self._rank = part, comm.rank
         self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
         self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]
-        dtype, numel, on_host = torch_dtype(part.dtype), part.elements, self._buckets[0].plan.optimizer_on_host
-
-        def make() -> Tensor:
-            if on_host:
-                return host_memory(numel, dtype, comm.device).zero_()
-            return torch.zeros(numel, dtype=dtype, device=comm.device)
-
-        self.slow = make()
-        self.momentum = make() if settings.momentum else None
-        self.difference = torch.zeros(numel, dtype=dtype, device=comm.device)
+        on_host = plan.strategy.optimizer_on_host
+        make = partial(_zeros, part.elements, torch_dtype(part.dtype), comm.device)
+        self.slow = make(on_host)
+        self.momentum = make(on_host) if plan.settings.momentum else None
+        self.difference = make(plan.from_host)
         # Where new values are computed, next to the slow weights.
-        self._values = make() if on_host else self.difference
+        self.values = self.difference if on_host == plan.from_host else make(on_host)
+        # The host must have what it computes with. A device gets it in its order.
+        self._copies_ahead = not on_host
         self._own = [
             slice_of(bucket.master.detach(), part.partition, comm.rank, bucket.plan.optimizer)
             for bucket in self._buckets
@@ -280,12 +309,9 @@ class PartExchange:
         return slow.to(own), momentum
 
     def take_difference(self) -> None:
-        """Write the difference of the slow weights and the weights to `difference`."""
-        values = self._values
-        _copy_all(self._in(values), self._own)
-        torch.sub(self.slow, values, out=values)
-        if values is not self.difference:
-            self.difference.copy_(values, non_blocking=True)
+        """Write the difference of the slow weights and the weights to `values`."""
+        _copy_all(self._in(self.values), self._own)
+        torch.sub(self.slow, self.values, out=self.values)
 
     @property
     def feedback(self) -> list[Tensor]:
@@ -293,13 +319,13 @@ class PartExchange:
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
-        """Apply the sum of all islands' differences to the slow weights. Write the new weights to `_values`."""
-        values = self._values
+        """Apply the sum of all islands' differences to the slow weights. Write the new weights to `values`."""
+        values = self.values
         for bucket in self._buckets:
             # The device may still copy the weights that `write` or `run_gather` will overwrite.
             bucket.version.wait_for_read()
         if values is not self.difference:
-            values.copy_(self.difference)
+            values.copy_(self.difference, non_blocking=self._copies_ahead)
         _step(self.slow, self.momentum, values, settings, islands)
         if settings.blend:
             _copy_all(self._in(values), self._own)
@@ -309,7 +335,7 @@ class PartExchange:
 
     def write(self) -> None:
         """Write the new weights to this rank's optimizer slices, if no other rank has the same ones."""
-        _copy_all(self._own, self._in(self._values))
+        _copy_all(self._own, self._in(self.values))
 
     def run_gather(self, workspace: Workspace) -> None:
         """Gather the new weights of all ranks with the same optimizer slices, and write them to these."""
@@ -317,7 +343,7 @@ class PartExchange:
             start, end = gathered_in(bound.transfer)
             region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
             rows = region.view(len(bound.members.group.ranks), -1)
-            rows[bound.members.slot].copy_(self._values)
+            rows[bound.members.slot].copy_(self.values)
             bound.run(rows.view(-1), rows[bound.members.slot], workspace)
             wholes = [bucket.master.detach().view(len(rows), -1) for bucket in self._buckets]
             _copy_all(wholes, self._in(rows))
@@ -325,6 +351,12 @@ class PartExchange:
     def written(self) -> None:
         for bucket in self._buckets:
             bucket.version.written()
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) -> Tensor:
+    if on_host:
+        return host_memory(numel, dtype, device).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer, islands: int) -> None:

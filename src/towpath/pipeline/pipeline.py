@@ -35,7 +35,8 @@ from towpath.core.formats import Dtype, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
-from towpath.core.schedule import Schedule
+from towpath.core.queues import pipeline_communicator_bytes
+from towpath.core.schedule import Schedule, sum_by_kind
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine, engine_of
@@ -61,7 +62,15 @@ from towpath.pipeline.agreement import (
     shapes_of,
 )
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_tied_ends
-from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
+from towpath.pipeline.schedules import (
+    JobSchedule,
+    StageSchedule,
+    batched_by_group,
+    job_schedule,
+    order_of,
+    owners_of,
+    schedule_class,
+)
 from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import TowpathStage, local_state_of, name_prefixes, schedule_of
 from towpath.sharded_module import ShardedModule
@@ -162,6 +171,9 @@ class Pipeline(Observable):
             ends = find_tied_ends(tied, modules, self.owners, mesh)
         self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
+        gradients, backend = group, self._ranks.backend(torch.device(mesh.device_type))
+        if ranks > 1:
+            gradients = self._ranks.of((tuple(range(ranks)),), "gradients between stages", backend)
         with together(self._everyone, "Pipeline()", _SAME):
             fused = self._compression.fused_embeddings
             self._tied = None if ends is None else TiedEmbeddings(ends, modules, mesh, precision, fused, values)
@@ -178,6 +190,7 @@ class Pipeline(Observable):
                     micro_batches=micro_batches,
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
+                    gradients=gradients,
                 )
                 self._stages.append(stage)
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
@@ -378,7 +391,7 @@ class Pipeline(Observable):
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
         trace = self._stages[0].active_trace
-        with nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
+        with batched_by_group(), nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
 
@@ -482,7 +495,9 @@ class Pipeline(Observable):
         The seconds of messages are those in which this rank waited for any of them. The time that they are in flight is
         not measured. Steps count once their gradients are delivered. Every rank must call it.
         """
-        return self._counter.stats()
+        found, form = self._counter.stats(), self._stages[0].engine.comm.form
+        messages = {"communicators": pipeline_communicator_bytes(self._ranks.world, form)}
+        return replace(found, memory_bytes=sum_by_kind([found.memory_bytes, messages]))
 
     def totals(self) -> Totals:
         """Return the counts of all transfers so far. Every rank must call it.

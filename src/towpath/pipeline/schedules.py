@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from towpath.core.passes import (
@@ -40,6 +43,23 @@ def schedule_class(name: str) -> Any:
     if name.lower() not in known:
         raise ShardError(f"Pipeline: unknown schedule {name!r}; known are {', '.join(SCHEDULES)}.")
     return get_schedule_class(known[name.lower()])
+
+
+@contextmanager
+def batched_by_group() -> Generator[None]:
+    """Let schedules post messages of two process groups at once. A batch of PyTorch's has messages of one."""
+    batch = schedules._batch_p2p  # pyright: ignore[reportPrivateUsage]
+
+    def by_group(messages: list[dist.P2POp], *of: Any, **named: Any) -> list[dist.Work]:
+        # All ranks launch in the order of these names.
+        groups = sorted({each.group for each in messages}, key=lambda group: group.group_name)
+        return [w for g in groups for w in batch([m for m in messages if m.group is g], *of, **named)]
+
+    schedules._batch_p2p = by_group  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = batch  # pyright: ignore[reportPrivateUsage]
 
 
 def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:

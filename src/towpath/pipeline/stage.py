@@ -49,7 +49,8 @@ class TowpathStage(PipelineStage):
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
 
     `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that
-    use a codec, each as its sending stage and its micro-batch.
+    use a codec, each as its sending stage and its micro-batch. `gradients` is the process group of all gradient
+    messages. Activations use the group of the mesh.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class TowpathStage(PipelineStage):
         micro_batches: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
+        gradients: dist.ProcessGroup,
     ) -> None:
         device = torch.device(mesh.device_type)
         super().__init__(module, index, stages, device, inputs, outputs, group=mesh["pp"].get_group())
-        self._encoded, self._compression = encoded, compression
+        self._encoded, self._compression, self._gradients = encoded, compression, gradients
         # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
         self.leaves_node: Mapping[str, bool] = {}
         self.accumulating = False  # inside `Pipeline.no_sync`, where no backward pass syncs gradients
@@ -170,15 +172,20 @@ class TowpathStage(PipelineStage):
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
         if self.has_backward and self._gradient_senders and encodes:
             self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])
-        found = super().get_bwd_send_ops(bwd_chunk_id)
+        found = self._of_gradients(super().get_bwd_send_ops(bwd_chunk_id))
         return self._traced(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch's outputs."""
-        found = super().get_bwd_recv_ops(bwd_chunk_id)
+        found = self._of_gradients(super().get_bwd_recv_ops(bwd_chunk_id))
         if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
             self._receives_gradients.begin(bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id])
         return self._traced(found, "gradient", self.stage_index, bwd_chunk_id)
+
+    def _of_gradients(self, found: list[dist.P2POp]) -> list[dist.P2POp]:
+        for each in found:
+            each.group = self._gradients  # it has the ranks of the mesh's group, in the same order
+        return found
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch on its decoded gradients."""

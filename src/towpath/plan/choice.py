@@ -249,10 +249,10 @@ def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:
         return f"{label}, which synchronizes in every step, {seconds}{considered}"
     baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
     usual = solver.predict(baseline, best.batching)
-    if best.strategy == usual.strategy:
-        return f"nothing found was faster{considered}"
     if usual.peak_bytes > solver.request.memory:
         return f"{tables.BASELINE} would not fit{considered}"
+    if usual.seconds <= best.seconds:
+        return f"nothing found was faster{considered}"
     return f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}{considered}"
 
 

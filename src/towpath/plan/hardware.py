@@ -21,9 +21,9 @@ from towpath.topology.cluster import Topology
 # The resources that concurrent activities share, from the view of one node or one rank.
 CABLE, INSIDE, SPINE, PROCESSOR = "cable", "inside", "spine", "processor"
 
-# Where the speed of an exact codec is not known: a processor encodes or decodes an element in the time in which it
-# copies so many bytes.
-_BYTES_OF_AN_EXACT_ELEMENT = 16
+# Where the speed of a codec is not known, as of exact ones and on hosts of devices: a processor encodes or decodes
+# an element in the time in which it copies so many bytes.
+_BYTES_OF_AN_ELEMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class OffloadMemory:
 
     copy_rate: float  # bytes per second between one rank's device and the host, in each direction, while all ranks copy
     memory_rate: float  # bytes per second that one rank's share of the host's processors copies
+
+
+# Where a description says nothing of the host's memory: PCIe 3.0, and a core or two for each rank.
+_USUAL_HOST = OffloadMemory(10e9, 5e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,15 @@ class Hardware:
         return OffloadMemory(self.memory_rate, self.memory_rate)
 
     @property
+    def of_hosts(self) -> Hardware:
+        """The same cluster for transfers from host memory, whose processors then sum and encode."""
+        host = self.host_memory or _USUAL_HOST
+        speed = CodecSpeed(*(host.memory_rate / _BYTES_OF_AN_ELEMENT,) * 2)
+        return replace(
+            self, sum_rate=host.memory_rate, codecs=tuple((name, speed) for name, _ in self.codecs), host_memory=host
+        )
+
+    @property
     def capacities(self) -> dict[str, float]:
         """The capacity of each shared resource per second. The processor counts in ranks' seconds, or in cores."""
         found = {CABLE: self.inter.rate, INSIDE: self.intra.rate}
@@ -185,7 +198,7 @@ class Hardware:
         """Return the speed of a codec, or raise ConfigError if the cluster's description has none."""
         speed = dict(self.codecs).get(codec)
         if speed is None and codec in (DIFFERENCES, VALUES):
-            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
+            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_ELEMENT,) * 2)
         if speed is None:
             known = ", ".join(name for name, _ in self.codecs) or "none"
             raise ConfigError(

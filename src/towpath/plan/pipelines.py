@@ -26,6 +26,7 @@ from towpath.core.passes import (
     plain_walk,
 )
 from towpath.core.passes import compression as named_compression
+from towpath.core.queues import pipeline_communicator_bytes
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
@@ -163,7 +164,7 @@ class Pipelines:
                 made = (replace(layout, strategy=solver.candidates.strategy(each)) for each in ordered)
                 found = list(islice((each for each in made if self._fits(each, batching)), MOST_STRATEGIES))
                 # The fastest routes need more memory. The plain ones of zero3 may fit where nothing else does.
-                plain = replace(layout, strategy="zero3")
+                plain = replace(layout, strategy="zero3 route=flat")
                 if not found and not self.request.exact and self._fits(plain, batching):
                     found = [plain]
                 yield from ((each, batching) for each in found)
@@ -361,6 +362,8 @@ class Pipelines:
                 strategy, spec = self._tied_unit(layout, staged)
                 plans = [plan_unit(strategy, spec, self.request.precision, self.cluster.hardware.form)]
                 parts.append({"tied embeddings": sum(engine_bytes(plans, self.request.optimizer).values())})
+            messages = pipeline_communicator_bytes(layout.pipeline, self.cluster.hardware.form)
+            parts.append({"communicators": messages} if messages else {})
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))
 

@@ -49,7 +49,6 @@ class Wrapper:
     # The reduction whose flat gradients are kept until it has ended. None if it is only waited for before the step.
     kept: TransferKind | None = TransferKind.GRAD_SYNC
     holds_column: bool = False  # whether a rank keeps the weights of its column, in addition to its shards
-    casts_shards: bool = True  # whether shards are cast for each gather, so that none are kept in the compute dtype
 
     def strategy(self, topology: Topology) -> Strategy:
         """Return the strategy with the same transfers."""
@@ -61,6 +60,9 @@ class Wrapper:
         """Yield the computations and actions of a steady step in the order of this wrapper."""
         machine, each = settled(plans), [1] * micro_steps if self.sums_each else [micro_steps]
         reducing: Task | None = None
+        # The wires send all units after the optimizer's step, and not when their gathers are due.
+        for action in (*machine.optimizers_stepped(), *machine.param_sync()) if self.wired else ():
+            yield 0, action
         for number, count in enumerate(each):
             for micro_step, action in steady_step(machine, plans, count):
                 # Only the wires compare ranks, before the optimizer's step.
@@ -81,15 +83,14 @@ class Wrapper:
     def memory(self, solver: Solver, batching: Batching) -> dict[str, int]:
         """Return the bytes of a rank by part.
 
-        FSDP2 casts its shards for each gather, and keeps no shards in the dtype of computation. The wires add the
-        weights that a column holds.
+        The wires add the weights that a column holds.
         """
         found = solver.predict_memory(self.strategy(solver.cluster.topology), batching)
         if self.holds_column:
             own = {"weights of the column": found["params"]}
             own |= {part: found[part] for part in ("sent", "wire", "communicators") if part in found}
             return STOCK.memory(solver, batching) | own
-        return found | {"params": 0} if self.casts_shards and found["master"] else found
+        return found
 
     def predict(self, solver: Solver) -> Prediction:
         """Predict the step with the largest micro-batch that fits, with or without checkpointing, if that is faster."""
@@ -110,8 +111,8 @@ WRAPPERS = (
     STOCK,
     Wrapper("FSDP2 with wires", "paro-iig", wired=True, sums_each=True, holds_column=True),
     Wrapper("HSDP", "mics", kept=TransferKind.REDUCE),
-    Wrapper("DDP", "ddp", kept=None, casts_shards=False),
-    Wrapper("DDP with wires", "ddp", wired=True, kept=None, casts_shards=False),
+    Wrapper("DDP", "ddp", kept=None),
+    Wrapper("DDP with wires", "ddp", wired=True, kept=None),
 )
 
 

@@ -217,7 +217,7 @@ class Replay:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)
         stages = {i: settled_stage(self._engines[i].plans, self._passes[i]) for i in own}
         for i in own:
-            for action in stages[i].machine.param_sync():
+            for action in stages[i].begin():
                 yield from self._engines[i].execute(action, 0)
         for operation in self._walk[rank]:
             match operation:

@@ -129,6 +129,7 @@ class SimulatedEngine:
                 self._submit(task, micro_step)
             case ApplyOuter(fragment, _, gather):
                 yield from self._compute_outer(fragment, _APPLIED_COPIES)
+                yield from self.compute(self._exchange_copy(fragment), "copies")
                 if gather is not None:
                     yield from self.execute(Submit(gather), micro_step)
                     yield from self._wait(gather)
@@ -207,6 +208,13 @@ class SimulatedEngine:
         rank_bytes = self._outer.fragments[fragment].rank_bytes
         yield from self.compute(copies * rank_bytes / self._hardware.memory_rate, "outer steps")
 
+    def _exchange_copy(self, fragment: int) -> float:
+        """Return the seconds of one copy of a rank's part of an exchange between its device and the host."""
+        plan = self._outer
+        if plan is None or not plan.from_host or plan.strategy.optimizer_on_host:
+            return 0.0
+        return plan.fragments[fragment].rank_bytes / self._hardware.of_hosts.offloading.copy_rate
+
     def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
         hardware = self._hardware
@@ -230,7 +238,7 @@ class SimulatedEngine:
         buckets = () if task.transfers else self.plans[task.unit].buckets
         # A reduction divides, and adds to the sum. Parameters are cast, or copied from the host or to it.
         each = {TransferKind.REDUCE: 2, TransferKind.GRAD_SYNC: 2, TransferKind.PARAM_SYNC: 1}.get(task.kind, 0)
-        copies = sum(b.params_on_host and b.host_copy_bytes(task.kind) > 0 for b in buckets)
+        copies = sum(b.casts_for(task.kind) or (b.params_on_host and b.host_copy_bytes(task.kind) > 0) for b in buckets)
         own = Launches(operations=each * sum(bucket.spec.trainable for bucket in buckets) + copies)
         return sum(map(launches_of, self._transfers_of(task)), own)
 
@@ -243,6 +251,8 @@ class SimulatedEngine:
             setattr(self._timeline, name, getattr(self._timeline, name) + copies * sum(sent))
         if extra := self._queue_seconds(task):
             costs.append(self._working(extra))
+        if task.kind is TransferKind.OUTER and (seconds := self._exchange_copy(task.unit)):
+            costs.appendleft(PhaseCost(seconds, {}))
         if (copied := self._host_copies(task)) is not None:
             brings = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)  # what they send
             costs.insert(0 if brings else len(costs), copied)
@@ -261,7 +271,10 @@ class SimulatedEngine:
             hardware = self._hardware
             if transfer.kind in OUTER_KINDS:  # between islands. A probe has measured other groups.
                 hardware = replace(hardware, topology=transfer.topology, measured=None)
-            phases = phase_costs(TransferShape.of(transfer), hardware)
+            from_host = transfer.kind in OUTER_KINDS and transfer.between_hosts and hardware.cores is None
+            phases = phase_costs(TransferShape.of(transfer), hardware.of_hosts if from_host else hardware)
+            if from_host:
+                phases = tuple(phase.beside_device for phase in phases)
             own = [self._working(work)] if (work := hardware.transfer_work) else []
             every = self._lanes.communicators(transfer)
             phases = [replace(phase, communicators=_called(transfer, every, phase)) for phase in (*own, *phases)]
@@ -279,6 +292,8 @@ class SimulatedEngine:
         """
         moved, decoding = 0.0, 0.0
         for bucket in () if task.transfers else self.plans[task.unit].buckets:
+            if bucket.casts_for(task.kind):
+                moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
             if not bucket.spec.trainable:
                 gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:

@@ -45,6 +45,12 @@ class PhaseCost:
         """Whether the phase uses the link between nodes."""
         return bool(self.needs.get(CABLE))
 
+    @property
+    def beside_device(self) -> PhaseCost:
+        """The phase as the host runs it, while the device computes: its work only takes time."""
+        needs = {name: need for name, need in self.needs.items() if name != PROCESSOR}
+        return replace(self, seconds=self.seconds + self.needs.get(PROCESSOR, 0.0), needs=needs)
+
     def scaled(self, factor: float) -> PhaseCost:
         """Return the phase with `factor` times its seconds and needs."""
         needs = {name: factor * need for name, need in self.needs.items()}

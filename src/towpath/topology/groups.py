@@ -92,7 +92,12 @@ class Groups:
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def of(
-        self, partition: Partition, purpose: str, backend: str | None = None, max_ctas: int | None = None
+        self,
+        partition: Partition,
+        purpose: str,
+        backend: str | None = None,
+        max_ctas: int | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.ProcessGroup:
         """Return this rank's group of `partition`. The first call creates it.
 
@@ -103,6 +108,7 @@ class Groups:
             partition: Every rank of the parent once. A rank that communicates with no other stands alone.
             purpose: A name that tells groups of the same ranks apart.
             max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
+            timeout: How long a transfer waits for a peer before it fails. The default is that of the parent.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = (mine, purpose)
@@ -112,7 +118,8 @@ class Groups:
             members = [dist.get_global_rank(self.parent, r) for r in mine]
             align_group_counts(self.parent)
             limit = {} if max_ctas is None else {"max_ctas": max_ctas}
-            self._made[key] = new_group(members, purpose, timeout=self.timeout, backend=backend, **limit)
+            timeout = timeout or self.timeout
+            self._made[key] = new_group(members, purpose, timeout=timeout, backend=backend, **limit)
         return self._made[key]
 
     def has(self, partition: Partition, purpose: str) -> bool:
@@ -268,7 +275,10 @@ def new_group(
         # The processors of the device run transfers before the computation that waits behind them.
         made_for_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         default = dist.distributed_c10d._get_default_timeout  # pyright: ignore[reportPrivateUsage]
-        made_for_nccl._timeout = timeout or default(dist.Backend(backend))  # pyright: ignore[reportArgumentType]
+        # At its timeout, NCCL's watchdog ends the process, and cannot say why. It counts from the enqueuing. What ranks
+        # compare over gloo is submitted later. It must fail first, because its error names the cause.
+        timeout = 2 * (timeout or default(dist.Backend(backend)))  # pyright: ignore[reportArgumentType]
+        made_for_nccl._timeout = timeout
         if max_ctas is not None:
             made_for_nccl.config.max_ctas = max_ctas
         options["pg_options"] = made_for_nccl

@@ -37,6 +37,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     If nodes are in racks that share fewer links, set `TOWPATH_RACK` on each node to the name of its rack. Under Slurm's
     plugin topology/tree, the leaf switch names it. `init` then numbers the ranks rack by rack, so that rings leave each
     rack once and small groups stay inside. It changes `RANK` in the environment of this process. Rank 0 remains rank 0.
+    Unless `CUDA_DEVICE_MAX_CONNECTIONS` is set, or CUDA was used before, it becomes 32 there.
 
     Without a launcher, this process becomes a group of one rank. `init` only checks a process group that exists
     already, and returns its device. So it may be called more than once.
@@ -53,6 +54,10 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         ConfigError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
             variables, or the ranks did not find each other. Or the named racks do not have equally many ranks.
     """
+    # Transfers, the computation and NCCL have more streams than CUDA has hardware queues by default, which are 8. Two
+    # streams of one queue can wait for each other. CUDA reads the variable in its first call.
+    if torch.version.cuda is not None and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if dist.is_initialized():
         return _device_of_group()
     device = device_of_rank()

@@ -89,14 +89,16 @@ def _pause(until: float, missing: str) -> None:
 def gather_through_store(store: Store, name: str, rank: int, world: int, value: Any, timeout: timedelta) -> list[Any]:
     """Return the JSON value of every rank, by rank. Only the store carries them. `name` must be new in it."""
     keys = [f"towpath/gathered/{name}/{each}" for each in range(world)]
-    store.set(keys[rank], json.dumps(value))
     try:
+        store.set(keys[rank], json.dumps(value))
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [each for each, key in enumerate(keys) if not store.check([key])]
+        who = "the process that holds the store, which is rank 0 or its launcher, has ended"
+        with contextlib.suppress(RuntimeError):
+            missing = [each for each, key in enumerate(keys) if not store.check([key])]
+            who = f"ranks {missing} of the process group did not come here in {timeout.total_seconds():.0f} s"
         raise ConfigError(
-            f"rank {rank}: ranks {missing} of the process group did not come here in {timeout.total_seconds():.0f} s. "
-            "Every rank must make the same calls: see what these printed."
+            f"rank {rank}: {who}. Every rank must make the same calls: see what these printed."
         ) from error
     return [json.loads(text) for text in store.multi_get(keys)]
 

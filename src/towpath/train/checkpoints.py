@@ -65,7 +65,7 @@ class CheckpointManager:
         self._source = self._folder if source and source.resolve() == self._folder.resolve() else source
         self._every, self._steps = config.checkpoint.every, config.train.steps
         self._job, self._state, self._optimizer = trainer.job, trainer.state, trainer.optimizer
-        self._islands = trainer.strategy.islands
+        self._settle, self._islands = trainer.settle, trainer.strategy.islands
         about = trainer.bundle.config_json
         self._contents = checkpoint.State(trainer.model, trainer.optimizer, config=about, training=trainer.state)
         self._saver = checkpoint.Saver(self._folder, self._contents, keep_last=config.checkpoint.keep or None)
@@ -125,17 +125,26 @@ class CheckpointManager:
             f"{target}, because this run does not resume from there"
         )
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        state = self._state
+        if self._every:
+            return state.step % self._every == 0
+        # Islands count flags a step late: some of those that are under way were set before the last save.
+        is_new = self._islands == 1 or self._saved is None or state.step - self._saved > _STEPS_LATE
+        return state.save_due and is_new
+
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
-        # Islands count flags a step late: some of those that are under way were set before the last save.
-        due = state.save_due and (self._islands == 1 or self._saved is None or state.step - self._saved > _STEPS_LATE)
-        if state.step % self._every == 0 if self._every else due:
+        if self.is_due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
         state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
 
     def _save(self) -> None:
+        self._settle()  # a loss that is not finite raises
         try:
             self._saving = self._saver.save(self._state.step)
         except CheckpointError as error:  # another job writes to the folder

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType
 
 import torch
@@ -142,9 +143,9 @@ def handle_signals() -> Generator[StopRequest]:
 class StepAgreement:
     """The values on which all ranks agree in each step: the loss, the norm, and flags such as whether to save.
 
-    Without outer steps, one all-reduce brings all of it. With outer steps, the loss and the norm are those of an
-    island. What concerns all islands is sent on the host while the next step runs, and counts at the end of that step.
-    So no step waits for the slow link.
+    The device sums the loss and the norm, and the host reads them in the next step. Flags are sent on the host while
+    the step runs, and count at its end. With outer steps, the loss and the norm are those of an island. The loss of all
+    islands is sent with the flags while the next step runs, so no step waits for the slow link.
 
     Attributes:
         flags: The shares of ranks that have set each flag, the same on every rank.
@@ -155,26 +156,28 @@ class StepAgreement:
     island: Groups | None = None
     flags: list[float] = field(default_factory=list[float])
     loss_of_islands: float | None = None
-    _own: Sequence[float] = ()
-    _read: Callable[[], list[float]] = list
     _under_way: tuple[dist.Work | None, Tensor] | None = None
+    _groups: Groups = field(init=False)
 
-    def begin(self, loss: Tensor, norm: Tensor, flags: Sequence[float]) -> None:
-        """Sum the loss, the norm, and this rank's flags, over the ranks. Do not wait for the device."""
-        self._own = flags
-        values = [loss.double(), norm.to(loss.device).double()]
+    def __post_init__(self) -> None:
+        # A thread of the engine sends by the group of all ranks meanwhile.
+        self._groups = self.job.groups.apart("flags")
+
+    def begin(self, flags: Sequence[float]) -> None:
+        """Begin a step. Send this rank's flags, unless an island sends them at the end of the step."""
         if self.island is None:
-            # Numbers are filled in on the device, because a copy of them from pageable memory would wait for it.
-            values += [torch.full_like(values[0], number) for number in flags]
-        self._read = self.job.mean(torch.stack(values), self.island)
+            self._send([0.0, *flags])
 
-    def end(self) -> tuple[float, float]:
-        """Return the mean loss and the mean norm. `flags` are then the same on every rank."""
-        loss, norm, *self.flags = self._read()
+    def sum(self, loss: Tensor, norm: Tensor) -> Callable[[], list[float]]:
+        """Sum the loss and the norm over the ranks. Return a function that waits for their means, and returns them."""
+        return cache(self.job.mean(torch.stack([loss.double(), norm.to(loss.device).double()]), self.island))
+
+    def end(self, means: Callable[[], list[float]], flags: Sequence[float]) -> None:
+        """End the step. `flags` are then the same on every rank. With islands, read the loss of the step."""
+        self.flags = [0.0] * len(flags)
+        self._receive()
         if self.island is not None:
-            self._receive()
-            self._send([loss, *self._own])
-        return loss, norm
+            self._send([means()[0], *flags])
 
     def finish(self, flags: Sequence[float]) -> None:
         """Agree once more after the last step, with nothing left under way."""
@@ -185,16 +188,17 @@ class StepAgreement:
         self.loss_of_islands = loss
 
     def _send(self, row: Sequence[float]) -> None:
-        sums = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_reduce(sums, group=self.job.groups.gloo_group(), async_op=True)
+        sums, work = torch.tensor(row, dtype=torch.float64), None
+        if self.job.world > 1:
+            work = dist.all_reduce(sums, group=self._groups.parent, async_op=True)
         self._under_way = work, sums
 
     def _receive(self) -> None:
-        """Wait for what was sent in the step before."""
-        if self._under_way is None:
-            self.flags = [0.0] * len(self._own)
+        """Wait for what was sent last."""
+        if self._under_way is None:  # in the first step of an island
             return
         work, sums = self._under_way
         if work is not None:
             work.wait()
-        self.loss_of_islands, *self.flags = (sums / self.job.world).tolist()
+        loss, *self.flags = (sums / self.job.world).tolist()
+        self.loss_of_islands = None if self.island is None else loss

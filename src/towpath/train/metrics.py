@@ -12,6 +12,7 @@ import re
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from towpath.core.formats import METRICS
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observe.stats import Stats, stats, totals, trace, traced
+from towpath.observe.stats import Stats, stats, time_transfers, totals, trace, traced
 from towpath.observe.totals import Totals
 from towpath.observe.trace import write_intervals
 from towpath.progress import format_bytes
@@ -148,6 +150,7 @@ class MetricsLogger:
     def __init__(self, trainer: TrainingRun) -> None:
         config, job, parallel = trainer.config, trainer.job, trainer.config.parallel
         self._config, self._job, self._model, self._timers = config, job, trainer.model, trainer.timers
+        self._settle = trainer.settle
         self._first_step = self._step = trainer.state.step
         # The engine counts one of the groups of ranks that share layers. A pipeline counts all of them.
         self._groups = 1 if parallel.pipeline > 1 else parallel.tensor
@@ -159,8 +162,13 @@ class MetricsLogger:
         self._mfu_at_one_second = None if flops is None else step_flops / (flops * job.world)
         with job.together():
             self._writers = open_writers(config, self._topology, self._first_step) if job.rank == 0 else []
-        self._printed = -math.inf  # when the progress was printed last
+        # Steps whose progress is printed. On a GPU, transfers are timed in these steps only.
+        self._shown: set[int] = set()
+        self._shown_last = -math.inf  # when the last of them began
         self._totals = self._totals_now()
+        self._exposed = 0.0  # the exposed seconds of steps that are written
+        time_transfers(self._model, False)
+        self._sent: deque[tuple[StepResult, Totals]] = deque()  # what was sent in steps that are not written yet
         self._began, self._seconds = time.perf_counter(), 0.0  # of the whole context
 
     def _totals_now(self) -> Totals:
@@ -171,33 +179,52 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._seconds = time.perf_counter() - self._began
+        time_transfers(self._model, None)
+        if error is None:
+            self._settle()
+        self._write_settled()
         self._on_each_writer(lambda writer: writer.close())
 
     def log_step(self, result: StepResult) -> None:
-        """Report a step that has ended."""
-        self._step, before = result.step, self._totals
-        self._totals = self._totals_now()
-        sent = self._totals.since(before)
-        row = asdict(result) | {
+        """Report a step, once it is settled. Call it after each step."""
+        before, self._totals = self._totals, self._totals_now()
+        self._sent.append((result, self._totals.since(before)))
+        self._write_settled()
+
+    def _write_settled(self) -> None:
+        while self._sent and self._sent[0][0].settled:
+            self._write_step(*self._sent.popleft())
+
+    def _write_step(self, result: StepResult, sent: Totals) -> None:
+        self._step, is_shown, exposed = result.step, result.step in self._shown, sent.seconds_exposed
+        if self._job.device.type == "cuda":
+            # The device has passed the events of this step now, and had not when its work was enqueued.
+            before, self._exposed = self._exposed, self._totals.seconds_exposed
+            exposed = self._exposed - before if is_shown else None
+        row = {
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": result.learning_rate,
+            "seconds": result.seconds,
+            "loss_of_islands": result.loss_of_islands,
             "tokens": self._tokens,
             "tokens_per_second": self._tokens / result.seconds,
             "inter_bytes": sent.inter_bytes,  # sent between nodes, by all ranks
             "intra_bytes": sent.intra_bytes,  # sent inside nodes, by all ranks
-            "exposed_seconds": sent.seconds_exposed,  # the time in which the rank only waited for transfers
+            "exposed_seconds": exposed,  # the time in which the rank only waited for transfers
             "memory_bytes": peak_memory(self._job.device),
             "mfu": None if self._mfu_at_one_second is None else self._mfu_at_one_second / result.seconds,
             **{name: sent.encoded_shares[key] for name, key in METRICS.items() if key in sent.encoded_shares},
         }
-        del row["step"]
         self._write("train", row)
         steps, now = self._config.train.steps, time.perf_counter()
-        if now - self._printed >= _SECONDS_BETWEEN_LINES or result.step == steps:
-            self._printed = now
+        if is_shown:
             left = (steps - result.step) * (now - self._began) / (result.step - self._first_step)
             self._job.print_once(progress_line(result.step, steps, row, left))
 
     def log_evaluation(self, loss: float | None, seconds: float) -> None:
         """Report an evaluation after the last step. Without held-out data the loss is None."""
+        self._write_settled()
         self._totals = self._totals_now()  # what it sent is no part of the next step
         if loss is not None:
             self._write("validation", {"loss": loss, "seconds": seconds})
@@ -218,7 +245,20 @@ class MetricsLogger:
 
     @contextmanager
     def traced(self, step: int) -> Generator[None]:
-        """Trace a step, if it is one of those that `log.trace` names. Use it as a context around the step."""
+        """Time or trace a step, if it is printed or one of `log.trace`. Use it as a context around the step."""
+        now = time.perf_counter()
+        if now - self._shown_last >= _SECONDS_BETWEEN_LINES or step == self._config.train.steps:
+            self._shown_last = now
+            self._shown.add(step)
+            time_transfers(self._model, True)
+        try:
+            with self._traced(step):
+                yield
+        finally:
+            time_transfers(self._model, False)
+
+    @contextmanager
+    def _traced(self, step: int) -> Generator[None]:
         if step not in self._config.log.trace:
             yield
             return
@@ -242,8 +282,15 @@ class MetricsLogger:
         steps, done = self._step - self._first_step, stats(self._model).of_groups(self._groups)
         if self._job.rank == 0 and steps:
             if self._job.device.type == "cuda":
-                print("Times are those of the thread that launches the GPU's work. log.trace shows the GPU's.")
-            print(summary(done, seconds_by_activity(done, self._timers, self._seconds), steps), flush=True)
+                print(
+                    "Times are those of the thread that launches the GPU's work. log.trace shows the GPU's. Transfers "
+                    f"were timed in {len(self._shown)} of {steps} steps."
+                )
+            # The seconds of transfers on a GPU are not this thread's.
+            on_host = BETWEEN_HOSTS if self._job.device.type == "cuda" else TransferKind
+            waits = {kind: seconds for kind, seconds in done.exposed_by_kind.items() if kind in on_host}
+            seconds = seconds_by_activity(waits, done.seconds_host, self._timers, self._seconds)
+            print(summary(done, seconds, steps), flush=True)
 
 
 def progress_line(step: int, steps: int, row: Mapping[str, Any], seconds_left: float) -> str:
@@ -255,7 +302,7 @@ def progress_line(step: int, steps: int, row: Mapping[str, Any], seconds_left: f
         f"{row['tokens_per_second']:,.0f} tok/s",
         "" if row["mfu"] is None else f"MFU {row['mfu']:.0%}",
         f"inter {format_bytes(row['inter_bytes'])}",
-        f"exposed {row['exposed_seconds'] / row['seconds']:.0%}",
+        "" if row["exposed_seconds"] is None else f"exposed {row['exposed_seconds'] / row['seconds']:.0%}",
         f"mem {format_bytes(row['memory_bytes'])}",
         f"ETA {minutes // 60}h{minutes % 60:02}" if minutes >= 60 else f"ETA {minutes}:{seconds:02}",
     ]
@@ -282,15 +329,17 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
 # The summary ----------------------------------------------------------------------------------------------------------
 
 
-def seconds_by_activity(done: Stats, timers: Mapping[str, float], total_seconds: float) -> dict[str, float]:
+def seconds_by_activity(
+    waits: Mapping[TransferKind, float], engine_seconds: float, timers: Mapping[str, float], total_seconds: float
+) -> dict[str, float]:
     """Return the seconds of the training thread by what they were spent on. Their sum is `total_seconds`.
 
     On a GPU, the thread launches work and waits only where it reads a value. So these are not the GPU's seconds.
     """
     found = {
-        "compute": max(0.0, timers.get("passes", 0.0) - done.seconds_exposed - done.seconds_host),
-        **{f"waiting for {kind.value}": seconds for kind, seconds in done.exposed_by_kind.items()},
-        "the engine's own work": done.seconds_host,
+        "compute": max(0.0, timers.get("passes", 0.0) - sum(waits.values()) - engine_seconds),
+        **{f"waiting for {kind.value}": seconds for kind, seconds in waits.items()},
+        "the engine's own work": engine_seconds,
         "the optimizer": timers.get("optimizer", 0.0),
         "agreeing on the loss": timers.get("agreement", 0.0),
         "the data": timers.get("data", 0.0),

@@ -4,6 +4,7 @@ run_training            one rank's run: signal handlers and process group (job.p
 TrainingRun.__init__        setup: data, model, strategy, sharding, optimizer
 TrainingRun.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
 TrainingRun.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
+TrainingRun.settle          the loss and the norm of the step before
 TrainingRun.evaluate        the loss of the held-out part
 build_optimizer             AdamW for all parameters; or Muon for the matrices of blocks, and AdamW for the others
 """
@@ -16,7 +17,7 @@ import random
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,16 +64,33 @@ def run_training(config: Config) -> int:
         return TrainingRun(config, job, stop).train()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step, over all ranks or those of an island."""
+    """The result of one optimizer step, over all ranks or those of an island.
+
+    The training loop reads it in the next step (`settled`), so that a GPU always has work. Whoever reads the loss
+    before waits for the device.
+    """
 
     step: int  # counted from 1
-    loss: float
-    gradient_norm: float  # the global norm before clipping
     learning_rate: float
-    seconds: float
-    loss_of_islands: float | None  # with outer steps: of all islands, in the step before
+    means: Callable[[], list[float]]  # the loss and the norm
+    seconds: float = 0.0
+    loss_of_islands: float | None = None  # with outer steps: of all islands, in the step before
+    settled: bool = False
+
+    @property
+    def loss(self) -> float:
+        return self.means()[0]
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm before clipping."""
+        return self.means()[1]
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class TrainingRun:
@@ -149,6 +167,7 @@ class TrainingRun:
         self.state = TrainState(order)
         self._agreement = StepAgreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
+        self._unsettled: StepResult | None = None  # of the last step, if the host has not read it
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
 
     # The loop ---------------------------------------------------------------------------------------------------------
@@ -161,13 +180,17 @@ class TrainingRun:
             while state.step < config.steps and not state.stopped_by:
                 with metrics.traced(state.step + 1):
                     result = self.train_step()
+                last, every = state.step == config.steps, config.evaluate_every
+                evaluates = last or (every and state.step % every == 0)
+                # Its row is then written before the checkpoint, and before the row of the evaluation.
+                if evaluates or state.stopped_by or checkpoints.is_due:
+                    self.settle()
                 metrics.log_step(result)
-                if state.step == config.steps or state.stopped_by:
+                if last or state.stopped_by:
                     self._end_training()
                 checkpoints.save_if_due()
-                last, every = state.step == config.steps, config.evaluate_every
                 # After a signal there may be less than 30 seconds left to save.
-                if (last or (every and state.step % every == 0)) and not state.stopped_by:
+                if evaluates and not state.stopped_by:
                     metrics.log_evaluation(*self.evaluate())
         metrics.print_summary()
         return 128 + state.stopped_by if state.stopped_by and state.step < config.steps else 0
@@ -175,14 +198,15 @@ class TrainingRun:
     # One step ---------------------------------------------------------------------------------------------------------
 
     def train_step(self) -> StepResult:
-        """Do one optimizer step. Afterwards all ranks know of a signal that a rank had received during it.
+        """Do one optimizer step, and settle the one before. On a GPU it returns before the step has ended.
 
-        If the loss or the gradient is not finite, it raises StepError, and nothing is saved.
+        Afterwards all ranks know of a signal that a rank had received before it.
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = learning_rate(config, state.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self._agreement.begin(self._flags())
 
         # Forward and backward passes of all micro-batches, with gradient accumulation.
         local_loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()
@@ -191,38 +215,54 @@ class TrainingRun:
         with self._timed("optimizer"):
             norm = self._clip_gradients()
 
-        # The loss and the norm over all ranks. The host reads them when the optimizer's kernels are enqueued, so that a
-        # GPU always has work. An island reads them before: its weights may be saved until the others know of a failure.
+        # The loss and the norm over all ranks. The host reads those of the step before, when this one is enqueued. An
+        # island reads its own before it steps: its weights may be saved until the others know of a failure.
         with self._timed("agreement"):
-            self._agreement.begin(local_loss, norm, self._flags())
+            means = self._agreement.sum(local_loss, norm)
+        result, before = StepResult(step=state.step + 1, learning_rate=rate, means=means), self._unsettled
         reads_first = self.strategy.islands > 1
-        if not reads_first:
-            with self._timed("optimizer"):
-                self.optimizer.step()
         with self._timed("agreement"):
-            loss, norm = self._agreement.end()
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        if reads_first and finite:
-            with self._timed("optimizer"):
+            steps = not reads_first or result.is_finite
+        with self._timed("optimizer"):
+            if steps:
                 self.optimizer.step()
         self.optimizer.zero_grad()
+        if before is not None:
+            self._settle(before)
         state.step += 1
         state.samples += config.batch
+        with self._timed("agreement"):
+            self._agreement.end(means, self._flags())
+        result.loss_of_islands, self._unsettled = self._agreement.loss_of_islands, result
+        if reads_first:
+            self.settle()
+        self._decide()
+        result.seconds = time.perf_counter() - began
+        return result
 
+    def settle(self) -> None:
+        """Read the result of the last step, if that was not done. Every rank must call it.
+
+        If the loss or the gradient is not finite, it raises StepError, and nothing is saved.
+        """
+        if self._unsettled is not None:
+            result, began, self._unsettled = self._unsettled, time.perf_counter(), None
+            self._settle(result)
+            result.seconds += time.perf_counter() - began
+
+    def _settle(self, result: StepResult) -> None:
+        with self._timed("agreement"):
+            finite = result.is_finite
+        result.settled = True
         if not finite and self._failure is None:
             self._failure = StepError(
-                f"step {state.step}: the loss is {loss:g} and the norm of its gradient {norm:g}. Lower "
-                "train.learning_rate: the same command goes on from the newest checkpoint."
+                f"step {result.step}: the loss is {result.loss:g} and the norm of its gradient "
+                f"{result.gradient_norm:g}. Lower train.learning_rate: the same command goes on from the newest "
+                "checkpoint."
             )
-        self._decide()
-        return StepResult(
-            step=state.step,
-            loss=loss,
-            gradient_norm=norm,
-            learning_rate=rate,
-            seconds=time.perf_counter() - began,
-            loss_of_islands=self._agreement.loss_of_islands,
-        )
+        # An island waits until the others know.
+        if self._failure is not None and self.strategy.islands == 1:
+            raise self._failure
 
     def _flags(self) -> list[float]:
         """Return what this rank tells the others: whether to save, that the run has failed, and its signal."""
@@ -234,10 +274,9 @@ class TrainingRun:
         save, failed, *signals = self._agreement.flags
         self.state.save_due = save > 0
         self.state.stopped_by = next((n for n, share in zip(SIGNALS, signals, strict=True) if share > 0), 0)
-        # An island whose loss is not finite waits until the others know.
         if failed and self._failure is None:
             raise StepError(f"step {self.state.step}: a loss of another island was not finite. See what its ranks say.")
-        if self._failure is not None and (failed or self.strategy.islands == 1):
+        if self._failure is not None and failed:
             raise self._failure
 
     def _end_training(self) -> None:
@@ -305,6 +344,7 @@ class TrainingRun:
 
         It reads the same windows every time. Without a held-out part the loss is None.
         """
+        self.settle()
         if self.tokens.held_out is None:
             return None, 0.0
         config, began = self.config.train, time.perf_counter()

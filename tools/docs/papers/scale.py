@@ -124,7 +124,9 @@ def paro_volumes() -> Lines:
         optimizer = 8 if name == "MiCS" else 64
         copy = 2 / 8 if system is ZEROPP_PLAIN else 0.0
         printed = model.parameters * (2 / params + copy + 2 / grads + 12 / optimizer) / 1e9
-        held = sum(made.memory_bytes().values()) + 8 * model.parameters / optimizer
+        kept = made.memory_bytes()
+        shards = 0 if kept["params"] else 2 * model.parameters / params  # which Towpath does not keep
+        held = sum(kept.values()) + shards + 8 * model.parameters / optimizer
         return [f"{inside:,.0f}", f"{between:,.0f}", f"{printed:.1f}", f"{held / 1e9:.1f}"]
 
     return (((name,), partial(cells, name)) for name in _PARO)

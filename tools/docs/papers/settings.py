@@ -11,7 +11,7 @@ from typing import Any
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.placement import Placement
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.catalog import load_cluster, named_models
 from towpath.plan.hardware import GIB, Cluster
@@ -82,6 +82,11 @@ class Setting:
         return model.flops * passes * self.length * self.micro_batch * self.micro_steps / seconds / 1e12
 
 
+def as_published(made: Strategy) -> Strategy:
+    """Return the strategy with flat routes over NCCL, too, where Towpath's presets take columns and rows."""
+    return replace(made, **{k.value: replace(made.transport(k), nccl_route=None) for k in WITH_TRANSPORT})
+
+
 @dataclass(frozen=True)
 class System:
     """A strategy as one of the papers ran it."""
@@ -90,7 +95,7 @@ class System:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def strategy(self, cluster: Cluster) -> Strategy:
-        return presets.strategy(self.preset, cluster.topology, **self.options)
+        return as_published(presets.strategy(self.preset, cluster.topology, **self.options))
 
     def step(self, setting: Setting, units: str = MATRICES) -> Prediction:
         strategy = self.strategy(setting.cluster)
@@ -104,7 +109,9 @@ class System:
         needed = (
             setting.solver(BLOCKS, precision).predict_memory(strategy, setting.batching) for precision in (BF16, HALF)
         )
-        return min(sum(memory.values()) for memory in needed) / GIB
+        # Towpath keeps no 16-bit shards where it casts masters for each gather. The papers' systems do.
+        shards = 2 * model_of(setting.model, setting.length, BLOCKS).parameters / strategy.placement.params.size
+        return min(sum(memory.values()) + (0 if memory["params"] else shards) for memory in needed) / GIB
 
 
 ZERO1, ZERO2, ZERO3 = System("zero1"), System("zero2"), System("zero3")

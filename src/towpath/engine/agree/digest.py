@@ -319,7 +319,9 @@ def divergence_message(rank: int, found: LogDifference) -> str:
             "Weights are sent after they have changed. If something wrote to weights, loaded a checkpoint or stepped "
             "an optimizer on some ranks alone, let every rank do so at the same place."
         )
+    elif None in found.entries and found.kinds:
+        advice = "Let every rank make as many forward and backward passes, in training and in evaluation."
     return (
-        f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "
-        f"delivered. All ranks that share parameters must run the same units in the same order. {advice}"
+        f"rank {rank}: the ranks ran different units: {found}. What they compute would be a mixture of both, and no "
+        f"gradient is delivered. All ranks that share parameters must run the same units in the same order. {advice}"
     )

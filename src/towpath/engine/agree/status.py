@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import final
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, final
 
 import torch
 
@@ -16,10 +18,45 @@ from towpath.core.transfer import Transfer
 # The number of transfers, submitted to a device last, that are remembered.
 _ENQUEUED = 256
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
 
 def is_capturing() -> bool:
     """Return whether the current stream of this thread captures a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _exchange_capture_mode() -> Callable[[Any], object]:
+    """Return the driver's function that exchanges the capture mode of this thread, or one that does nothing."""
+    # The driver is a library that every user of CUDA has loaded. PyTorch has no function for this.
+    with suppress(OSError, AttributeError):
+        return ctypes.PyDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    return lambda mode: None
+
+
+@contextmanager
+def relaxed() -> Generator[None]:
+    """Let this thread look at events of the device inside, also while another thread captures a CUDA graph."""
+    # Captures in the default mode forbid it on all threads: the look fails, and so does the capture. A thread whose own
+    # mode is relaxed may do it. The watchdog of c10d does the same.
+    mode = ctypes.c_int(_RELAXED)
+    _exchange_capture_mode()(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _exchange_capture_mode()(ctypes.byref(mode))
+
+
+def has_ended(event: torch.cuda.Event) -> bool:
+    """Return whether the device has come to `event`, without harm to a CUDA graph that another thread captures."""
+    with relaxed():
+        try:
+            return event.query()
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            return False  # the next look will tell
 
 
 @final
@@ -58,6 +95,8 @@ class RankStatus:
 
     def enqueued(self, end: torch.cuda.Event, transfers: Sequence[Transfer]) -> None:
         """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
+        if is_capturing():  # they run when the graph is replayed, and this event can never be queried
+            return
         with self._enqueued_lock:
             self._drop_finished()
             self._enqueued.append((end, _named(transfers)))
@@ -66,7 +105,7 @@ class RankStatus:
         # A query while this thread captures a CUDA graph would end the capture in an error.
         if is_capturing():
             return
-        while self._enqueued and self._enqueued[0][0].query():
+        while self._enqueued and has_ended(self._enqueued[0][0]):
             self._last = self._enqueued.popleft()[1]
             self.progress += 1
 

@@ -59,6 +59,7 @@ class _StatusNote:
     step_log: StepLog | None
     lost: int | None  # the rank that it found dead
     failure: str  # its pass that has failed, if not all ranks have learned of that
+    cause: str  # why its transfers can never end, if it knows
 
 
 @final
@@ -76,6 +77,7 @@ class Watchdog:
         self.meetings = 0  # the number of calls so far in which this rank waited for all ranks
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
+        self._cause = ""  # the same, as the rank said it that has found it
         self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout.total_seconds()
@@ -148,7 +150,8 @@ class Watchdog:
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure)
+        cause = self._cause or self.diverged
+        note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure, cause)
         self.store.post(note if silent or status.failure else None)
 
     def tell(self, failure: str) -> None:
@@ -211,12 +214,15 @@ class Watchdog:
         return divergence_message(self.number, found)
 
     def look_for_lost_peers(self) -> None:
-        """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
+        """Set `diverged` if this rank has noticed that some rank's process has ended, or a peer says why none goes on.
+
+        A rank whose transfers are so far those of its peers sees no difference itself. It waits for one that does.
+        """
         if self.diverged:
             return
+        notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
         lost = self.ended_peer()
-        if lost is None and self._next_rank is not None:
-            notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
+        if lost is None:
             lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
             peer = self.first + lost
@@ -226,6 +232,11 @@ class Watchdog:
             )
             for island in self._islands:
                 island.diverged = island.diverged or self.diverged
+            return
+        told = next(((rank, note.cause) for rank, note in notes.items() if note.cause), None)
+        if told is not None:
+            peer, self._cause = self.first + told[0], told[1]
+            self.diverged = f"rank {self.number} waits in vain, as rank {peer} has learned: {self._cause}"
 
     def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
@@ -253,6 +264,8 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
                 watchdog.look_for_divergence()
                 watchdog.look_for_lost_peers()
                 watchdog.release_device()
+                if watchdog.diverged:
+                    watchdog.post(silent=True)
         elif not watchdog.diverged and posted is not None:
             watchdog.post(silent=False)
             posted = None

@@ -4,7 +4,8 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
 
     full    numel          compute dtype   unsharded weights, in a slot shared by units; the shard itself if P is 1×1
     shard   numel / P      compute dtype   this rank's P shard of the weights; bytes where it is stored encoded;
-                                           in host memory with `offload="params"`
+                                           in host memory with `offload="params"`; the master itself if P and OS
+                                           have the same extent, cast at each gather
     master  numel / OS     own dtype       the optimizer writes here: a view of shard, or a copy in mixed precision
     copy    numel / hpZ    compute dtype   the backward copy, if the strategy keeps one
     grads   numel / G      accumulate      the sum of gradients over the micro-steps so far (`gradients.py`)
@@ -139,11 +140,16 @@ class Bucket:
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # The P shard and the master are each rounded once, from the user's values.
         self.resting = EncodedShard(plan.rests_in, start(plan.params, own)) if plan.rests_in else None
-        self.shard = self.resting.message if self.resting else start(plan.params, compute)
+        if plan.casts_master:
+            self.shard = start(plan.optimizer, own)
+        else:
+            self.shard = self.resting.message if self.resting else start(plan.params, compute)
         if plan.params_on_host:
             self.shard = copied_to_host(self.shard)
         self._is_copied = plan.params_on_host and has_own_memory(self.device)
-        if plan.has_master:
+        # Whether a gather first writes this rank's part of the weights to its place in `full`.
+        self._fills_place = self._is_copied or plan.casts_master
+        if plan.has_master and not plan.casts_master:
             self.master = start(plan.optimizer, own)
             if plan.optimizer_on_host:
                 self.master = copied_to_host(self.master)
@@ -297,14 +303,15 @@ class Bucket:
 
     def source(self, kind: TransferKind) -> torch.Tensor:
         """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
-        # A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
+        # A P shard in host memory, or a master in another dtype, contributes from its place in `full`, to which
+        # `before_gather` copies it.
         if kind is TransferKind.BACKWARD_GATHER and self.copy is not None:
             return self.copy
-        return self._slice(self.full, self.plan.params) if self._is_copied else self.shard
+        return self._slice(self.full, self.plan.params) if self._fills_place else self.shard
 
     def before_gather(self, kind: TransferKind) -> Work | None:
         """Return what must be computed before the gathers, or instead of them if this rank holds all weights."""
-        if self._is_copied and not (kind is TransferKind.BACKWARD_GATHER and self.copy is not None):
+        if self._fills_place and not (kind is TransferKind.BACKWARD_GATHER and self.copy is not None):
             return lambda _: self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
         if self.transfers[kind]:
             return None
@@ -338,7 +345,7 @@ class Bucket:
             self.resting.write(0, now)
             self.version.written()
             return
-        shard = torch.empty_like(now).copy_(self.shard) if self._is_copied else self.shard
+        shard = torch.empty_like(now).copy_(self.shard) if self._fills_place else self.shard
         before = shard if self._rounded is None else self._rounded
         self.version.replaced()
         if self.plan.has_master:
@@ -347,7 +354,8 @@ class Bucket:
             # What the user did not change keeps the bits that its rounded copy has lost.
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
-        self.shard.copy_(torch.where(now == before, shard, now))
+        if not self.plan.casts_master:
+            self.shard.copy_(torch.where(now == before, shard, now))
         self._rounded = None
 
     # State and memory ---------------------------------------------------------------------------------------------
@@ -365,13 +373,14 @@ class Bucket:
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this bucket takes on the device between steps, by kind."""
-        on_host = self.plan.optimizer_on_host
+        on_host, casts = self.plan.optimizer_on_host, self.plan.casts_master
+        has_master = self.plan.has_master and not on_host and (self.trainable or not casts)
         others = {} if self.trainable else {"frozen": self.shard.nbytes}
         if sent := sum(each.collective.kept_bytes for each in self.transfers[TransferKind.PARAM_SYNC]):
             others["sent"] = sent
         return others | {
-            "params": self.shard.nbytes if self.trainable and not self.plan.params_on_host else 0,
-            "master": self.master.nbytes if self.plan.has_master and not on_host else 0,
+            "params": self.shard.nbytes if self.trainable and not (self.plan.params_on_host or casts) else 0,
+            "master": self.master.nbytes if has_master else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.gradients.nbytes,
             "grad": 0 if on_host else self.gradients.mean_nbytes,

@@ -142,9 +142,8 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
 
 
 # Collectives of the backend send as many bytes from every rank, and only the device knows how long its messages became.
-# So all units are encoded right after the optimizer's step. The host then waits once, for the sizes of all messages,
-# and the ranks agree on the largest of each over gloo. That wait is before the first forward pass, which needs the
-# result.
+# So all units are encoded right after the optimizer's step, in the hook that follows it. The host then waits once, for
+# the sizes of all messages, and the ranks agree on the largest of each over gloo. The passes need no further wait.
 
 
 @final
@@ -163,7 +162,14 @@ class ParamSyncs:
         self._may_fail = any(each.transfer.coding is not None for each in self._syncs)
         # The copy of the sizes to the host is asynchronous only if this memory is page-locked.
         pinned = self._comm.device.type == "cuda"
-        self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
+        # Behind the sizes: whether any rank could not decode the messages before.
+        self._sizes = torch.zeros(len(self._agreeing) + 1, dtype=torch.int64, pin_memory=pinned)
+        self._is_checked = False  # `check` follows the last agreement
+
+    @property
+    def agrees(self) -> bool:
+        """Whether any sizes have to be agreed on."""
+        return bool(self._agreeing)
 
     def agree(self, units: Sequence[int]) -> None:
         """Encode the parameter syncs of these units, and set the sizes that all ranks agree on."""
@@ -173,6 +179,9 @@ class ParamSyncs:
         queues = self._comm.queues
         # The host waits: collectives of the backend need the number of bytes as a Python integer.
         queues.submit(TransferKind.PARAM_SYNC, (), [*works, self._read_sizes]).wait(on_host=True)
+        # The messages of before were decoded by now.
+        self._sizes[-1] = bool(self.problems(wait=False))
+        self._is_checked = False
 
         def combine(workspace: Workspace) -> None:
             for transfer in self._transfers:
@@ -180,21 +189,29 @@ class ParamSyncs:
 
         # The sizes are in the host's memory, so the wait also holds for the host, which reads them next.
         queues.submit(TransferKind.MESSAGE_SIZES, self._transfers, [combine]).wait()
-        for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=True):
+        for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=False):
             collective.agreed_size = size
+
+    def check(self) -> None:
+        """Raise on all ranks if any could not decode a message of this step. Call it after the optimizer's step."""
+        # The boundary would find it only by a wait for the forward pass. The weights were stepped, but not saved.
+        self._is_checked = True
+        if bool(self._sizes[-1]):
+            self.raise_problems(together=True)
 
     def _read_sizes(self, workspace: Workspace) -> None:
         """Copy the sizes of all messages to the host: of those that were not encoded now, from last time."""
         sizes = [size for each in self._agreeing if (size := each.encoded_size) is not None]
-        self._sizes.copy_(torch.cat(sizes), non_blocking=True)
+        self._sizes[:-1].copy_(torch.cat(sizes), non_blocking=True)
 
-    def problems(self) -> list[tuple[str, str]]:
+    def problems(self, wait: bool = True) -> list[tuple[str, str]]:
         """Return transfers whose last messages could not be decoded, each with the reason."""
-        return [(str(bound.transfer), text) for bound in self._syncs for text in bound.collective.problems()]
+        return [(str(bound.transfer), text) for bound in self._syncs for text in bound.collective.problems(wait)]
 
     def note_problems(self) -> None:
         """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
-        for transfer, text in self.problems():
+        # What a GPU has not decoded yet is found by `check`, if the program calls its optimizers' `step`.
+        for transfer, text in self.problems(wait=not self._is_checked):
             self._comm.log.note(LoggedCall.UNDECODED, transfer, ((("problem", text),),))
 
     def raise_problems(self, together: bool = False) -> None:
