@@ -253,5 +253,30 @@ def check_exact(kernels: ModuleType, dtype: torch.dtype, difference: bool, devic
     assert int(kernels.digest(old.to(device))) % 2**64 == exact_reference.digest(old, 0)
 
 
+def check_exact_almost_raw(kernels: ModuleType, device: str = "cpu") -> None:
+    """A payload one byte shorter than its values, which starts at each byte of a word."""
+    generator = torch.Generator().manual_seed(0)
+
+    def block(escaped: float) -> torch.Tensor:
+        x, small, far = torch.rand(3, 512, generator=generator)
+        exponents = torch.randint(3, 9, (512,), generator=generator)
+        x = (1 + 0.9 * x) * torch.where(small < 0.8, 2.0**-exponents, 1.0)
+        return x * torch.where(far < escaped, 2.0**-40, 1.0)
+
+    def length(x: torch.Tensor) -> int:
+        out = torch.zeros(exact.message_bound(512, x.dtype), dtype=torch.uint8)
+        exact_reference.encode(None, x, out)
+        return int(out[0]) | int(out[1]) << 8
+
+    almost = next(x for x in iter(lambda: block(0.22), None) if length(x) == 2047)
+    for remainder in range(4):
+        first = next(x for x in iter(lambda: block(0.05), None) if length(x) % 4 == remainder)
+        x = torch.cat([first, almost]).to(device)
+        out = torch.zeros(exact.message_bound(len(x), x.dtype), dtype=torch.uint8, device=device)
+        kernels.encode(None, x, out)
+        found = torch.zeros_like(x)
+        assert int(kernels.decode(out, found, False)) == 0 and same_bits(found.cpu(), x.cpu())
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

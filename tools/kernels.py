@@ -46,10 +46,10 @@ BOUNDS = {
     "codec largest": 128,
     "exact digest": 64,
     "exact header": 32,
-    "exact check": 64,
+    "exact check": 40,
     "exact plan": 128,
     "exact write": 168,
-    "exact decode": 168,
+    "exact decode": 200,
 }
 
 # Every code, with every option and kind of block of a codec.

@@ -166,7 +166,9 @@ class EmulatedPipeline:
             self._sums[of] = _LowRankSum(factor, [torch.zeros(rows, columns, dtype=each[0].dtype) for _ in each])
         state = self._sums[of]
         x = [gradient + error for gradient, error in zip(each, state.errors, strict=True)]
-        basis = orthonormal(torch.stack([matmul_thin(mine, state.factor) for mine in x]).sum(0))
+        (basis,) = orthonormal(
+            [torch.stack([matmul_thin(mine, state.factor) for mine in x]).sum(0)], state.factor.dtype
+        )
         factors = [matmul_thin(mine.T, basis) for mine in x]
         if feedback:
             state.errors = [mine - basis @ factor.T for mine, factor in zip(x, factors, strict=True)]

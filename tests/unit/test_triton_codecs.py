@@ -21,6 +21,7 @@ import torch
 
 from tests import codec_cases
 from tests.ranks.strategies import seldom
+from tools import kernels
 from towpath.core.formats import Codec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -118,17 +119,31 @@ def test_exact_codecs(interpreted: Run, dtype: torch.dtype, difference: bool) ->
     interpreted(_check, "check_exact", dtype, difference)
 
 
+@pytest.mark.parametrize("check", [seldom("check_exact_almost_raw")])
+def test_exact_payloads_almost_as_long_as_their_values(interpreted: Run, check: str) -> None:
+    interpreted(_check, check)
+
+
 @pytest.mark.parametrize(
-    "kernel, bits, difference",
+    "launches",
     [
-        ("digest", 16, True),
-        *(seldom("decode", *case) for case in ((16, True), (16, False), (32, True), (32, False))),
-        *(seldom(kernel, *case) for kernel in ("plan", "write") for case in ((16, True), (32, True), (32, False))),
-        *(seldom(kernel, 16, True) for kernel in ("header", "check")),
+        "exact, 1000003 bfloat16, differences",
+        "codec int8, pieces of (257, 5000)",
+        *map(seldom, ("exact", "codec int", "codec e", "codec bf16")),
     ],
 )
-def test_exact_kernels_compile_for_a_gpu(compiled: Run, kernel: str, bits: int, difference: bool) -> None:
-    compiled(_compile_exact, kernel, bits, difference)
+def test_kernels_compile_for_a_gpu_within_their_bounds(compiled: Run, launches: str) -> None:
+    """Every kernel that these launches need, for a Hopper GPU. `python -m tools.kernels` compiles all for three."""
+    found = compiled(_problems, launches)
+    assert found, "no launch has this label"
+    assert not any(found.values()), found
+
+
+def test_too_many_registers_and_spills_are_problems() -> None:
+    limit = kernels.BOUNDS["exact plan"]
+    usages = [kernels.Usage(*each, shared=0, warps=1, seconds=0) for each in ((limit, 0), (limit + 1, 0), (9, 8))]
+    within, more, spilled = (kernels.problem_of("exact plan", usage) for usage in usages)
+    assert not within and f"takes {limit + 1} registers" in more and "spills 8 bytes" in spilled
 
 
 @pytest.mark.parametrize(
@@ -146,31 +161,13 @@ def test_compiled_for_a_gpu_nothing_is_fused_approximate_or_flushed(compiled: Ru
 
 def _check(name: str, *case: Any) -> None:
     """A check of tests/codec_cases.py; Triton's modules are imported where the environment says how they run."""
-    kernels = importlib.import_module(EXACT if name == "check_exact" else KERNELS)
+    kernels = importlib.import_module(EXACT if name.startswith("check_exact") else KERNELS)
     getattr(codec_cases, name)(kernels, *case)
 
 
-def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
-    triton, kernels = importlib.import_module("triton"), importlib.import_module(EXACT)
-    compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
-    function, elements = getattr(kernels, f"_{kernel}_kernel"), f"*i{bits}"
-    names: list[str] = function.arg_names
-    types = {"old": elements if difference else "constexpr", "values": elements, "table": "*i32", "ends": "*i64"}
-    types |= {"words": "*i32", "message": "*u8", "outcome": "*i32", "n": "i32"}
-    types |= {"stride": "i32", "own": "i32"}
-    form = kernels.specification.FORMATS[torch.bfloat16 if bits == 16 else torch.float32]
-    constants: dict[str, Any] = {"form": form, "difference": difference}
-    if kernel == "digest":
-        types = {"data": "*i32", "header": "*i32", "found": "*i64", "n": "i32", "stride": "i32"}
-        constants = {"item": 4, "words": 1024}
-    elif kernel in ("header", "check"):
-        types |= {"header": "*i64", "sums": "*i64", "first": "i64", "start": "i32", "blocks": "i32", "arrived": "i32"}
-        constants = {}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    if "old" in names and not difference:
-        values[(names.index("old"),)] = None
-    code = compiler.ASTSource(function, {name: types.get(name, "constexpr") for name in names}, values)
-    triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=kernels._LAUNCH)
+def _problems(launches: str) -> dict[str, str]:
+    sources = kernels.sources(lambda label: label.startswith(launches))
+    return {f"{s.kernel} ({s.label})": kernels.problem_of(s.kernel, kernels.usage_of(s, 90)) for s in sources}
 
 
 def _assembly(text: str) -> list[str]:
@@ -178,7 +175,7 @@ def _assembly(text: str) -> list[str]:
     triton, kernels = importlib.import_module("triton"), importlib.import_module(KERNELS)
     compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     codec = Codec.parse(text)
-    made_for, options = kernels._Variant.of(codec, 16, 4), kernels._LAUNCH
+    made_for = kernels._Variant.of(codec, 16, 4)
 
     def compiled(kernel: Any, variant: Any, pieces: bool = True, **pointers: str) -> str:
         names: list[str] = kernel.arg_names
@@ -187,7 +184,7 @@ def _assembly(text: str) -> list[str]:
         values = {(i,): None for i, name in enumerate(names) if name not in types} | {(len(names) - 1,): variant}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in types.get(name, "")}
         code = compiler.ASTSource(kernel, signature, values, aligned)
-        return triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        return triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=made_for.launch).asm["ptx"]
 
     made = [compiled(kernels._decode_kernel, replace(made_for, many=many), out="*fp16") for many in (False, True)]
     largest = {"largest": "*i32"} if made_for.whole else {}

@@ -29,7 +29,8 @@ from towpath.codecs.exact.specification import table_bytes
 from towpath.codecs.exact.triton_bits import BITS, count_ones, deposit, extract, occupied_bytes, to_flags, to_pieces
 from towpath.core.formats import BLOCK, HEADER_BYTES
 
-_LAUNCH = {"num_warps": 1}
+_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
+_HEADERS = {"num_warps": 4, "enable_fp_fusion": False}  # of kernels for headers and digests
 
 _BLOCK = tl.constexpr(BLOCK)
 _LANES = tl.constexpr(BLOCK // BITS.value)
@@ -64,7 +65,7 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
     _write_kernel[grid](before, now, table, ends, words, n, **constants)
     first, _ = header_words(n, values.dtype, old is not None)
     header = out[:HEADER_BYTES].view(torch.int64)
-    _header_kernel[(1,)](header, ends, first, n, HEADER_BYTES + table.nbytes, len(ends))
+    _header_kernel[(1,)](header, ends, first, n, HEADER_BYTES + table.nbytes, len(ends), **_HEADERS)
     if old is not None:
         _add_digest(old, header[3:])
     _add_checksums(words, header[4:])
@@ -94,7 +95,7 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
     header = encoded.view(-1).view(torch.int64)
     first, _ = header_words(n, slices.dtype, difference)
     start = HEADER_BYTES + table.nbytes
-    _check_kernel[(count,)](header, sums, outcomes, first, n, start, stride, own)
+    _check_kernel[(count,)](header, sums, outcomes, first, n, start, stride, own, **_HEADERS)
     tables = words.view(count, -1)[:, HEADER_BYTES // 4 :][:, : len(table)]
     ends = torch.cumsum(tables & 0xFFFF, 1)
     _decode_kernel[(*grid, count)](words, table, ends, _integers(slices), outcomes, n, stride, own, **constants)
@@ -131,7 +132,7 @@ def _add_checksums(words: torch.Tensor, found: torch.Tensor, count: int = 1) -> 
 def _digest(rows: torch.Tensor, header: torch.Tensor | None, found: torch.Tensor) -> None:
     n, words = rows.shape[-1], 128 * rows.itemsize  # of a program: eight items in each thread
     grid = triton.cdiv(n * rows.itemsize, 8 * words), rows.numel() // n
-    _digest_kernel[grid](rows, header, found, n, n, rows.itemsize, words)
+    _digest_kernel[grid](rows, header, found, n, n, rows.itemsize, words, **_HEADERS)
 
 
 # ---- Headers ----

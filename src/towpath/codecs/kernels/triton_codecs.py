@@ -40,7 +40,6 @@ _TILE = 2048
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _CELL_ALIGNMENT = tl.constexpr(CELL_ALIGNMENT)
 _COLUMNS = tl.constexpr(PieceTable.COLUMNS)
-_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,11 @@ class _Variant:
             unit, code_unit, many, aligned,
         )  # fmt: skip
 
+    @property
+    def launch(self) -> dict[str, Any]:
+        """Options of a launch. A thread has 8 elements: with more of them, registers are spilled."""
+        return {"num_warps": self.tile // 256, "enable_fp_fusion": False}
+
     def grid(self, longest: int, pieces: int = 1) -> tuple[int, int]:
         return -(-longest // self.tile), pieces
 
@@ -84,7 +88,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
     if n := out.numel():
         variant = _Variant.of(codec, *units(codec, [n], [n]), aligned=_is_aligned(data))
-        _decode_kernel[variant.grid(n)](_contiguous(data), _contiguous(out), None, n, variant, **_LAUNCH)
+        _decode_kernel[variant.grid(n)](_contiguous(data), _contiguous(out), None, n, variant, **variant.launch)
 
 
 def encode_pieces(
@@ -106,7 +110,7 @@ def encode_pieces(
 
 def decode_pieces(pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
     grid, variant, _ = _launch(pieces)
-    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, variant, **_LAUNCH)
+    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, variant, **variant.launch)
 
 
 def _encode(
@@ -117,10 +121,10 @@ def _encode(
     seed: int,
 ) -> None:
     if largest is not None:
-        _largest_kernel[grid](*where, *largest, variant, **_LAUNCH)
+        _largest_kernel[grid](*where, *largest, variant, **variant.launch)
     # The lower 32 bits as a signed number: Triton compiles a kernel for each integer type.
     signed_seed = (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-    _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, variant, **_LAUNCH)
+    _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, variant, **variant.launch)
 
 
 def _launch(pieces: PieceTable) -> tuple[tuple[int, int], _Variant, list[torch.Tensor | None] | None]:
