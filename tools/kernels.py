@@ -146,7 +146,7 @@ def _recorded(label: str) -> Generator[list[Source]]:
     def record(
         function: Any, key: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any
     ) -> None:
-        chosen = {name: getattr(options, name) for name in ("num_warps", "enable_fp_fusion")}
+        chosen = {name: getattr(options, name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
         made.append(Source(label, function, signature, constants, attributes, chosen))
 
     def zero(*_: int) -> int:

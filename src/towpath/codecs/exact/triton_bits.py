@@ -13,19 +13,34 @@ import triton
 import triton.language as tl
 
 BITS = tl.constexpr(16)
+# The axis of the 16 elements of a lane. Triton gives the other axis to the lanes of a warp: the first one before 3.7,
+# and the last one since. With the wrong one, kernels are right and slow, and `python -m tools.kernels` fails.
+EACH = tl.constexpr(1 if triton.__version__ < "3.7" else 0)
 _ALL = tl.constexpr(0xFFFF)
 
 
 @triton.jit
+def number():
+    """Return the number of each of the 16 elements of a lane."""
+    return tl.expand_dims(tl.arange(0, BITS), 1 - EACH)
+
+
+@triton.jit
+def spread(x):
+    """Return what each lane has, for its 16 elements."""
+    return tl.expand_dims(x, EACH)
+
+
+@triton.jit
 def to_pieces(flags):
-    """Return pieces [lanes] with the flags [16, lanes] as their bits."""
-    return tl.sum(flags.to(tl.int32) << tl.arange(0, BITS)[:, None], axis=0)
+    """Return pieces [lanes] with the flags of 16 elements as their bits."""
+    return tl.sum(flags.to(tl.int32) << number(), axis=EACH)
 
 
 @triton.jit
 def to_flags(pieces):
     """Return the bits of pieces as integers."""
-    return (pieces[None, :] >> tl.arange(0, BITS)[:, None]) & 1
+    return (spread(pieces) >> number()) & 1
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """The exact codecs in Triton, for GPUs. They equal `specification` to the bit, and the host waits for nothing.
 
-A program is one warp, and works on one block as tensors [16, 32]: each of the 32 lanes has 16 neighboring elements. The
-same bit of these 16 is a piece, and pieces [32] are handled as words are in C++. So sums over a block are sums within
-lanes and shuffles between them. `extract` keeps the bits of the elements that send one. `_put` appends them to the
-block's payload with atomic operations on words of 32 bits.
+A program is one warp, and works on one block. Each of its 32 lanes has 16 neighboring elements. The same bit of these
+16 is a piece, and pieces [32] are handled as words are in C++. So sums over a block are sums within lanes and shuffles
+between them. `extract` keeps the bits of the elements that send one. `_put` appends them to the block's payload with
+atomic operations on words of 32 bits.
 
 Encoding is a launch that chooses parameters and computes lengths, a prefix sum, and a launch that writes the payloads.
 Then the sizes, the digest and the checksum are written into the header. Decoding verifies these first. A program of a
@@ -26,7 +26,18 @@ import triton.language as tl
 from towpath.codecs import exact
 from towpath.codecs.exact import Problem, header_words, message_bound, specification
 from towpath.codecs.exact.specification import table_bytes
-from towpath.codecs.exact.triton_bits import BITS, count_ones, deposit, extract, occupied_bytes, to_flags, to_pieces
+from towpath.codecs.exact.triton_bits import (
+    BITS,
+    EACH,
+    count_ones,
+    deposit,
+    extract,
+    number,
+    occupied_bytes,
+    spread,
+    to_flags,
+    to_pieces,
+)
 from towpath.core.formats import BLOCK, HEADER_BYTES
 
 _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
@@ -234,7 +245,7 @@ def _blocks(n):
 
 @triton.jit
 def _place(n):
-    """Return this program's block, its first element, which elements [16, lanes] there are, and how many."""
+    """Return this program's block, its first element, which of its elements there are, and how many."""
     block = tl.program_id(0).to(tl.int64)
     first = block * _BLOCK
     count = tl.minimum(n - first, _BLOCK).to(tl.int32)
@@ -248,7 +259,7 @@ def _inside():
     With `+` in place of `|`, Triton would see which elements are neighbors. It would then give each lane elements of
     several pieces, and each lane would compute all of these pieces.
     """
-    return tl.arange(0, BITS)[:, None] | (tl.arange(0, _LANES) * BITS)[None, :]
+    return number() | spread(tl.arange(0, _LANES) * BITS)
 
 
 @triton.jit
@@ -292,12 +303,12 @@ def _exponent(x, form: tl.constexpr):
 @triton.jit
 def _largest(x):
     """Return the largest one of all, to end a loop early. Loops of constant length would be unrolled."""
-    return tl.max(tl.reshape(x, [x.numel]), axis=0)
+    return tl.max(tl.max(x, axis=EACH), axis=0)
 
 
 @triton.jit
 def _total(x):
-    return tl.sum(tl.sum(x, axis=0), axis=0)
+    return tl.sum(tl.sum(x, axis=EACH), axis=0)
 
 
 @triton.jit
@@ -403,7 +414,7 @@ def _or(words, start, bits, sent):
 @triton.jit
 def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr):
     """Append whole quotients, which are rare."""
-    count = tl.sum(escaped.to(tl.int32), axis=0)
+    count = tl.sum(escaped.to(tl.int32), axis=EACH)
     if words is not None:  # noqa: SIM102 (Triton decides the outer one when it compiles)
         if tl.sum(count, axis=0) > 0:
             _or(words, at + bits * _ranks(escaped), quotient.to(tl.uint64), escaped)
@@ -414,8 +425,8 @@ def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr):
 def _ranks(escaped):
     """Return how many elements are escaped before each."""
     ones = escaped.to(tl.int32)
-    count = tl.sum(ones, axis=0)
-    return (tl.cumsum(count, axis=0) - count)[None, :] + tl.cumsum(ones, axis=0) - ones
+    count = tl.sum(ones, axis=EACH)
+    return spread(tl.cumsum(count, axis=0) - count) + tl.cumsum(ones, axis=EACH) - ones
 
 
 # ---- Decoding ----
@@ -445,7 +456,7 @@ def _decode_kernel(
     words, at = words + start // 4, (start % 4).to(tl.int32)
     # How many words follow: a payload has at most 512, and may start inside a word.
     limit = tl.minimum(nbytes // 4 - start // 4, _BLOCK + 1).to(tl.int32)
-    new = tl.zeros([BITS, _LANES], tl.uint32)
+    new = _inside().to(tl.uint32) * 0
     if difference:
         new = _loaded(values, first, valid, form.bits)
     if possible & (length > 0) & (length < raw):

@@ -71,8 +71,11 @@ class _Variant:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """Options of a launch. A thread has 8 elements: with more of them, registers are spilled."""
-        return {"num_warps": self.tile // 256, "enable_fp_fusion": False}
+        """Options of a launch. A thread has 8 elements: with more of them, registers are spilled.
+
+        So they are where the assembler may choose fewer than 128 registers to run more threads at a time.
+        """
+        return {"num_warps": self.tile // 256, "maxnreg": 128, "enable_fp_fusion": False}
 
     def grid(self, longest: int, pieces: int = 1) -> tuple[int, int]:
         return -(-longest // self.tile), pieces
