@@ -68,8 +68,8 @@ def run_training(config: Config) -> int:
 class StepResult:
     """The result of one optimizer step, over all ranks or those of an island.
 
-    The training loop reads it in the next step (`settled`), so that a GPU always has work. Whoever reads the loss
-    before waits for the device.
+    The training loop reads it in the next step (`settled`), so that a GPU always has work. To read the loss before is
+    to wait for the device.
     """
 
     step: int  # counted from 1
