@@ -41,15 +41,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # The most registers that a thread of each kernel may take. A multiprocessor has 65,536 of them.
 BOUNDS = {
-    "codec encode": 128,
-    "codec decode": 128,
-    "codec largest": 128,
-    "exact digest": 64,
-    "exact header": 32,
-    "exact check": 40,
-    "exact plan": 128,
-    "exact write": 168,
-    "exact decode": 200,
+    "codec encode": 112,
+    "codec decode": 80,
+    "codec largest": 96,
+    "exact digest": 48,
+    "exact header": 24,
+    "exact check": 32,
+    "exact plan": 112,
+    "exact write": 144,
+    "exact decode": 208,
 }
 
 # Every code, with every option and kind of block of a codec.
