@@ -77,7 +77,7 @@ class Watchdog:
         self.meetings = 0  # the number of calls so far in which this rank waited for all ranks
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
-        self._cause = ""  # the same, as the rank said it that has found it
+        self._cause = ""  # the same, as a peer has said it
         self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout.total_seconds()
@@ -150,7 +150,7 @@ class Watchdog:
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        cause = self._cause or self.diverged
+        cause = self._cause or self.diverged.removeprefix(f"rank {self.number}: ")
         note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure, cause)
         self.store.post(note if silent or status.failure else None)
 
@@ -235,8 +235,8 @@ class Watchdog:
             return
         told = next(((rank, note.cause) for rank, note in notes.items() if note.cause), None)
         if told is not None:
-            peer, self._cause = self.first + told[0], told[1]
-            self.diverged = f"rank {self.number} waits in vain, as rank {peer} has learned: {self._cause}"
+            self._cause = told[1]
+            self.diverged = f"rank {self.number}: {self._cause} Rank {self.first + told[0]} has found this."
 
     def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
