@@ -1,7 +1,7 @@
 """Hooks around the steps of optimizers, and trial steps that find out which parameters an optimizer can step.
 
-PyTorch calls a hook before every step, which prepares the optimizer for its sharded parameters (`adopt`), and one after
-it, which notes the step in the log of each model that it stepped, so that ranks can compare them.
+PyTorch calls a hook before every step, which prepares the optimizer for its sharded parameters (`adopt`). Another one
+follows the step, and notes it in the log of each model that was stepped, so that ranks can compare them.
 
 Trial steps run on small copies of the parameters. `coupling` finds out whether an optimizer can step its parameters one
 at a time, as `owner_stepped` requires: each rank calls it with the parameters that the rank owns. `check_compiles`

@@ -56,7 +56,7 @@ class ReplicaGroup(dist.ProcessGroup):
         if key not in self._bound:
             [self._bound[key]] = peers.bind(TransferKind.GRAD_SYNC, self._unit, len(buffer), buffer.dtype)
         transfer = self._bound[key]
-        if trained is None:
+        if trained is None and peers.strategy.grad_sync.encoding:
             transfer.collective.restart()  # what it has rounded away may belong to other parameters
         work = partial(transfer.run, buffer, buffer)
         peers.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()

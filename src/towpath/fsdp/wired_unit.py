@@ -1,4 +1,4 @@
-"""The transfers of one module that FSDP2 shards, on one rank.
+"""The transfers of one group of parameters that FSDP2 gathers together, on one rank.
 
 FSDP2 calls a `WiredUnit` in place of its own all-gather and reduce-scatter. Ranks of equal place in their nodes are a
 *column*, and the ranks of a node are a *row*. Only columns cross nodes:
@@ -101,7 +101,7 @@ class _UnitGradients:
 
 @final
 class WiredUnit:
-    """The transfers of one module. Every rank must make the calls of all units in the same order.
+    """The transfers of one unit. Every rank must make the calls of all units in the same order.
 
     `owner`: A module that FSDP2 shards, or one of its groups of parameters. `name`: Its name in the model, for errors.
     """
@@ -215,7 +215,7 @@ class WiredUnit:
         gradients = self._gradients.get(form)
         if gradients is None:
             gradients = self._gradients[form] = _UnitGradients.of(peers, self.name, output)
-        if trained is None:
+        if trained is None and peers.strategy.grad_sync.encoding:
             gradients.sync.collective.restart()  # what it has rounded away may belong to other parameters
         summed = whole
         if gradients.rows:

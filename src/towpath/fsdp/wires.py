@@ -195,7 +195,7 @@ class _Comm:
 
 @final
 class AllGather(_Comm):
-    """The all-gather of one module. FSDP2 calls it with keywords."""
+    """The all-gather of one unit. FSDP2 calls it with keywords."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -208,7 +208,7 @@ class AllGather(_Comm):
 
 @final
 class ReduceScatter(_Comm):
-    """The reduce-scatter of one module. FSDP2 calls it with keywords, and expects the result in stream order."""
+    """The reduce-scatter of one unit. FSDP2 calls it with keywords, and expects the result in stream order."""
 
     def __call__(
         self,
