@@ -57,6 +57,7 @@ FEATURES = (
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
     _feature("recovery from a lost node", unit="protect_memory"),
+    _feature("lost nodes", unit="protection"),
     _feature(
         "pipelines",
         lab="pipeline_bytes",
