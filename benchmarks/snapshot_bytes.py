@@ -60,7 +60,7 @@ def main() -> None:
         states = ("weights", "exp_avg", "exp_avg_sq")
         cells = [f"{name} {found[f'{name} differences']:.1f} or {found[f'{name} values']:.1f}" for name in states]
         total = sum(found[f"{name} differences"] for name in states) / 96
-        print(f"lr {learning_rate:g}, beta2 {beta2}: {', '.join(cells)} bits; differences take {total:.3f} of all bytes")
+        print(f"lr {learning_rate:g}, beta2 {beta2}: {', '.join(cells)} bits; as differences, {total:.3f} of all bytes")
 
 
 if __name__ == "__main__":

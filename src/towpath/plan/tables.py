@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from towpath.core.formats import in_bits
+from towpath.core.protection import Survives
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import SMALLEST_BYTES
 from towpath.plan.hardware import GIB
@@ -21,10 +22,13 @@ _SAME_IN_JSON = (
     *("seconds", "peak_bytes", "host_copy_bytes"),
     *("inter_bytes", "intra_bytes", "expected_inter_bytes", "expected_intra_bytes"),
 )
+_OWN_IN_JSON = ("toml", "placement", "transports", "survives", "protection")  # only steps of Towpath's have these
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
-HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
-WRAPPER_HEADINGS = ("PyTorch's own", *HEADINGS[3:])
+HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed", "survives")
+WRAPPER_HEADINGS = ("PyTorch's own", *HEADINGS[3:-1])
+# Whether training survives a lost node, as a cell of the table.
+_SHORT = {Survives.YES: "yes", Survives.WITH_BUDDIES: "buddies", Survives.NO: "no"}
 
 
 def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
@@ -39,19 +43,20 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         f"{mfu(step, solver):.1%}",
         f"{step.peak_bytes / GIB:.1f}",
         _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
-        f"{sum(step.exposed.values()) / step.seconds:.0%}",
+        f"{step.waiting / step.seconds:.0%}",
+        _SHORT[survives(step, solver)],
     )
 
 
 def wrapper_row(step: Prediction, solver: Solver) -> tuple[str, ...]:
     """Return the row of a step of PyTorch's own, with a cell for each of `WRAPPER_HEADINGS`."""
     fits = "" if step.peak_bytes <= solver.request.memory else ", does not fit"
-    return (step.strategy.name + fits, *row(0, step, solver)[3:])
+    return (step.strategy.name + fits, *row(0, step, solver)[3:-1])
 
 
 def wrapper_as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a step of PyTorch's own as data for JSON. `strategy` is its name, and no strategy of Towpath's."""
-    return {k: v for k, v in as_json(step, solver).items() if k not in ("toml", "placement", "transports")}
+    return {k: v for k, v in as_json(step, solver).items() if k not in _OWN_IN_JSON}
 
 
 def _batch(step: Prediction) -> str:
@@ -169,8 +174,41 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
         "launching_seconds": step.launching,
         "unlaunched_seconds": step.unlaunched,
+        "survives": survives(step, solver),
+        "protection": protection_as_json(step, solver),
         **{name: getattr(step, name) for name in _SAME_IN_JSON},
     }
+
+
+def survives(step: Prediction, solver: Solver) -> Survives:
+    """Return whether training survives a lost node with `protect`. Stages of a pipeline have no buddies."""
+    found = solver.protection(step.strategy).survives
+    staged = isinstance(step, PipelinePrediction)
+    return Survives.NO if staged and found is Survives.WITH_BUDDIES else found
+
+
+def protection_as_json(step: Prediction, solver: Solver) -> dict[str, Any] | None:
+    """Return what surviving a lost node takes, as data for JSON, or None if it is not possible."""
+    if survives(step, solver) is Survives.NO or isinstance(step, PipelinePrediction):
+        return None
+    found = solver.protection(step.strategy)
+    return {
+        "every": found.every,
+        "buddy_bytes_per_step": found.step_bytes,
+        "host_memory_bytes_per_node": found.host_bytes,
+        "heal_seconds": found.heal_seconds(solver.cluster.hardware.inter.rate),
+    }
+
+
+def protection(step: Prediction, solver: Solver) -> str:
+    """Return a sentence about what it takes that a step's training survives a lost node."""
+    if (found := protection_as_json(step, solver)) is None:
+        return f"{title(step)} does not survive a lost node without a checkpoint."
+    sent, memory = found["buddy_bytes_per_step"] / 1e9, found["host_memory_bytes_per_node"] / GIB
+    return (
+        f"With protect={found['every']}, {title(step)} survives a lost node. Each node sends {sent:.3g} GB a step to "
+        f"its buddy, and takes {memory:.3g} GiB of memory. Healing takes about {seconds(found['heal_seconds'])}."
+    )
 
 
 def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
@@ -193,6 +231,11 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
             f"  {kind.value}",
             ("–" if ran is None else f"{seconds(ran)} in flight, {seconds(late)} exposed" for ran, late in each),
         )
+    if any(p.strategy.protect for p in steps):
+        add(
+            "  buddy",
+            [f"{seconds(sent)} in flight, {seconds(late)} exposed" for sent, late in (p.buddy for p in steps)],
+        )
     if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
         add("  launching", [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps])
     add("GB out of a node", [_gigabytes(p.inter_bytes, p.saved_inter_bytes, nodes, 4) for p in steps])
@@ -212,7 +255,7 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
         if step.peak_bytes > solver.request.memory:
             return _does_not_fit(step, solver)
     if len(steps) == 1:
-        return f"{title(steps[0])} waits {seconds(sum(steps[0].exposed.values()))} of {seconds(steps[0].seconds)}."
+        return f"{title(steps[0])} waits {seconds(steps[0].waiting)} of {seconds(steps[0].seconds)}."
     faster, slower = sorted(steps, key=lambda step: step.seconds)
     if slower.seconds - faster.seconds < 0.005 * faster.seconds:
         return "They take the same time, within half a percent."
