@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
@@ -25,10 +25,8 @@ _SAME_IN_JSON = (
 _OWN_IN_JSON = ("toml", "placement", "transports", "survives", "protection")  # only steps of Towpath's have these
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
-HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed", "survives")
-WRAPPER_HEADINGS = ("PyTorch's own", *HEADINGS[3:-1])
-# Whether training survives a lost node, as a cell of the table.
-_SHORT = {Survives.YES: "yes", Survives.WITH_BUDDIES: "buddies", Survives.NO: "no"}
+HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
+WRAPPER_HEADINGS = ("PyTorch's own", *HEADINGS[3:])
 
 
 def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
@@ -44,14 +42,13 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         f"{step.peak_bytes / GIB:.1f}",
         _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
         f"{step.waiting / step.seconds:.0%}",
-        _SHORT[survives(step, solver)],
     )
 
 
 def wrapper_row(step: Prediction, solver: Solver) -> tuple[str, ...]:
     """Return the row of a step of PyTorch's own, with a cell for each of `WRAPPER_HEADINGS`."""
     fits = "" if step.peak_bytes <= solver.request.memory else ", does not fit"
-    return (step.strategy.name + fits, *row(0, step, solver)[3:-1])
+    return (step.strategy.name + fits, *row(0, step, solver)[3:])
 
 
 def wrapper_as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
@@ -76,9 +73,10 @@ def title(step: Prediction) -> str:
 
 
 def label(strategy: Strategy) -> str:
-    """Return the strategy's name, its codecs, whether it has exact transports, and how often islands synchronize."""
+    """Return the strategy's name, its codecs, exact transports and snapshots, and how often islands synchronize."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
     inner = " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
+    inner += f" protect={strategy.protect.every}" if strategy.protect else ""
     if (outer := strategy.outer) is None:
         return inner
     codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
@@ -154,6 +152,7 @@ def mfu(step: Prediction, solver: Solver) -> float:
 def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a prediction as data for JSON."""
     staged = isinstance(step, PipelinePrediction)
+    protected = [{"buddy": found} if step.strategy.protect else {} for found in step.buddy]
     return {
         **({"layout": asdict(replace(step.layout, strategy=step.strategy.name))} if staged else {}),
         "strategy": step.strategy.name,
@@ -170,8 +169,8 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "memory_bytes": step.memory,
         "margin_bytes": solver.request.memory - step.peak_bytes,
         "host_memory_bytes": step.host_memory,
-        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
-        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
+        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()} | protected[1],
+        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()} | protected[0],
         "launching_seconds": step.launching,
         "unlaunched_seconds": step.unlaunched,
         "survives": survives(step, solver),
@@ -200,15 +199,20 @@ def protection_as_json(step: Prediction, solver: Solver) -> dict[str, Any] | Non
     }
 
 
-def protection(step: Prediction, solver: Solver) -> str:
-    """Return a sentence about what it takes that a step's training survives a lost node."""
-    if (found := protection_as_json(step, solver)) is None:
-        return f"{title(step)} does not survive a lost node without a checkpoint."
-    sent, memory = found["buddy_bytes_per_step"] / 1e9, found["host_memory_bytes_per_node"] / GIB
-    return (
-        f"With protect={found['every']}, {title(step)} survives a lost node. Each node sends {sent:.3g} GB a step to "
-        f"its buddy, and takes {memory:.3g} GiB of memory. Healing takes about {seconds(found['heal_seconds'])}."
-    )
+def protection(steps: Sequence[Prediction], solver: Solver) -> Iterator[str]:
+    """Yield sentences about which steps survive a lost node, by their numbers, and what that takes with the first."""
+    found = [survives(step, solver) for step in steps]
+    if len(steps) > 1:
+        numbers = {kind: [str(n) for n, each in enumerate(found, 1) if each is kind] for kind in Survives}
+        told = [f"{', '.join(mine)} {kind.value}" for kind, mine in numbers.items() if mine]
+        yield f"Survives a lost node: {'; '.join(told)}."
+    if (facts := protection_as_json(steps[0], solver)) is not None:
+        sent, memory = facts["buddy_bytes_per_step"] / 1e9, facts["host_memory_bytes_per_node"] / GIB
+        told = f"sends {sent:.3g} GB a step from each node to its buddy" if sent else "sends nothing"
+        yield (
+            f"With protect={facts['every']}, {steps[0].strategy.name} {told}, takes {memory:.3g} GiB of a node's "
+            f"memory, and heals in about {seconds(facts['heal_seconds'])}."
+        )
 
 
 def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
@@ -219,6 +223,7 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
         rows.append((name, *cells))
 
     add("P, G, OS", [extents(p.strategy) for p in steps])
+    add("survives a node", [survives(p, solver).value for p in steps])
     add("batch", [_batch(p) for p in steps])
     add("step", [seconds(p.seconds) for p in steps])
     add("  tokens/s, MFU", [f"{tokens_per_second(p, solver):,.0f}, {mfu(p, solver):.1%}" for p in steps])
