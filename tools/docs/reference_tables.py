@@ -190,7 +190,7 @@ def lost_nodes() -> str:
         for name in presets.strategies():
             made = presets.strategy(name, topology, protect=Protect())
             found = schedule(made, units, 1, Precision("bfloat16")).protection
-            sent, memory = (f"{figure / 1e9:,.3g}" for figure in (found.step_bytes, found.host_bytes))
+            sent, memory = f"{found.step_bytes / 1e9:.3g}", f"{found.host_bytes / 1e9:,.0f}"
             seconds = (f"{found.step_bytes / rate:.2g} s", f"{found.heal_seconds(rate):.0f} s")
             row = (found.survives.value, f"{billions} billion", sent, memory, *seconds)
             rows.setdefault(row, []).append(f"`{name}`")

@@ -20,9 +20,9 @@ from towpath.topology.cluster import Topology
 # The two states of AdamW. The schedule does not know the optimizer.
 ADAMW_STATES = 2
 
-# The share that exact messages take of float32 weights, and of a state of AdamW, ten steps after the snapshot before:
-# 23 and 26.3 of 32 bits at a learning rate of 1e-3 (`python -m benchmarks.snapshot_bytes`). Rates below send less.
-_WEIGHTS_SHARE, _STATES_SHARE = 23 / 32, 26.3 / 32
+# The share that exact differences take of float32 weights, and of a state of AdamW, ten steps after the snapshot
+# before: 23.0, and 31.7 and 25.9 of 32 bits, at a learning rate of 1e-3 (`python -m benchmarks.snapshot_bytes`).
+_WEIGHTS_SHARE, _STATES_SHARE = 23.0 / 32, (31.7 + 25.9) / 64
 
 # Copies in a node's memory while a snapshot is written: the one before, the new one, and the values that it is written
 # from. Of the buddy's, there is the one before and the new one.

@@ -210,7 +210,7 @@ def protection(steps: Sequence[Prediction], solver: Solver) -> Iterator[str]:
         sent, memory = facts["buddy_bytes_per_step"] / 1e9, facts["host_memory_bytes_per_node"] / GIB
         told = f"sends {sent:.3g} GB a step from each node to its buddy" if sent else "sends nothing"
         yield (
-            f"With protect={facts['every']}, {steps[0].strategy.name} {told}, takes {memory:.3g} GiB of a node's "
+            f"With protect={facts['every']}, {steps[0].strategy.name} {told}, takes {memory:,.0f} GiB of a node's "
             f"memory, and heals in about {seconds(facts['heal_seconds'])}."
         )
 
