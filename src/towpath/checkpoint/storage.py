@@ -61,6 +61,7 @@ class TensorChunks:
     shape: torch.Size
     boxes: Mapping[tuple[int, ...], Tensor]
     steady: bool = False  # only an optimizer's step writes to the boxes
+    shared_as: int | None = None  # the rank that names the file, if ranks of several nodes write the same one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,10 @@ class WriteItems:
     same: Mapping[str, str]  # texts that must be the same on every rank of the island
     island: int = 0
     strategy: str | None = None  # in TOML
+
+
+class DivergedError(CheckpointError):
+    """Ranks that hold the same slices hold other values."""
 
 
 # What a rank has written: its files, its boxes of each tensor, and its values.
@@ -121,26 +126,49 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
 
     `source` names the files that were imported, or else the versions of the libraries that write.
     """
+    write_manifest(partial, manifest_of(step, ranks, strategy, source))
+    read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+
+
+def manifest_of(step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> Manifest:
+    """Return the manifest of what `ranks` have written. A file that several of them wrote counts once.
+
+    Raises:
+        CheckpointError: Such a file is not the same on all of them.
+    """
+    files, parts = dict[str, StoredFile](), list[tuple[str, StoredTensor]]()
+    writers: dict[str, int] = {}
+    for rank, (written, of_rank, _) in enumerate(ranks):
+        for name in written.keys() & files.keys():
+            if written[name] != files[name]:
+                raise DivergedError(
+                    f"rank {writers[name]} and rank {rank} hold copies of the same slices, which differ ({name}): "
+                    "replicas have diverged. Load a checkpoint. If you write parameters by hand, write the same values "
+                    "on all ranks."
+                )
+        new = written.keys() - files.keys()
+        files |= {name: written[name] for name in written if name in new}
+        writers |= dict.fromkeys(new, rank)
+        for name, part in of_rank.items():
+            if boxes := tuple(box for box in part.boxes if box.file in new):
+                parts.append((name, replace(part, boxes=boxes)))
     tensors: dict[str, StoredTensor] = {}
-    parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
     for name, part in sorted(parts, key=lambda item: item[0]):
         boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
         tensors[name] = replace(part, boxes=boxes)
     values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
     for name in filter(_OPTIMIZER.fullmatch, values):
         values[name] = _merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
-    manifest = Manifest(
+    return Manifest(
         step=step,
         written_by=f"towpath {__version__}, {source or f'torch {torch.__version__}'}",
         seconds=time.time(),
         world=len(ranks),
         strategy=strategy,
-        files={name: file for files, _, _ in ranks for name, file in files.items()},
+        files=files,
         tensors=tensors,
         values=values,
     )
-    write_manifest(partial, manifest)
-    read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
 
 
 def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -170,7 +198,8 @@ def write_files(stem: Path, items: WriteItems | str) -> Written:
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, pieces in items.pieces.items():
-        file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
+        kind = "-optimizer" if _OPTIMIZER.match(name) else ""
+        file = f"{stem.name if pieces.shared_as is None else f'shared-{pieces.shared_as:05d}'}{kind}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
         files.setdefault(file, {}).update({box.key(name): data for box, data in boxes.items()})

@@ -357,7 +357,7 @@ class Solver:
     def _predict_islands(self, strategy: Strategy, batching: Batching) -> Prediction:
         """Predict the mean step of a period of outer steps. What the steps take longer counts as waiting for them."""
         island = self.of_island(strategy)
-        alone = island.predict(replace(strategy, outer=None), batching)
+        alone = island.predict(replace(strategy, outer=None, protect=None), batching)
         period = island.period(strategy, batching)
         exchanged = {TransferKind.OUTER: max(0.0, period.mean - alone.seconds)}
         islands, plan = strategy.islands, period.plan
