@@ -26,6 +26,7 @@ from towpath.checkpoint.storage import WriteItems
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
+from towpath.protect.snapshots import Snapshots
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks, described, together
 
@@ -148,6 +149,7 @@ class Saver:
         self._memory = StagingMemory()
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
+        self._snapshots: Snapshots | None = None
         self._open()
         if background:  # others have saved before anything can change
             state.add_saver(self)
@@ -233,6 +235,24 @@ class Saver:
         if refused is not None:  # on every rank
             raise refused
 
+    def protect(self, step: int) -> None:
+        """Take a snapshot in the memory of all nodes after `step`, if the strategy's `protect` says that one is due.
+
+        Call it after each step, on every rank. `load` then finds the newest snapshot, too. Without `protect` in the
+        strategy, it does nothing.
+
+        Args:
+            step: The number of steps done.
+
+        Raises:
+            CheckpointError: The extras or the step differ between ranks, replicas have diverged, or a node's memory has
+                no room for a first snapshot. All ranks raise it.
+        """
+        if self._snapshots is None and (protect := self.state.protect) is not None:
+            self._snapshots = Snapshots(self.root, self.state, protect.every)
+        if self._snapshots is not None:
+            self._snapshots.after_step(step)
+
     def settle(self) -> None:
         """Return when everything that is being saved has been copied.
 
@@ -253,6 +273,9 @@ class Saver:
             The outcome of the last checkpoint, or None if it was waited for already.
         """
         outcome = self.wait()
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
         self._release()
         self._memory = StagingMemory()
         return outcome

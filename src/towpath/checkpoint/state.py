@@ -15,6 +15,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
@@ -32,6 +33,7 @@ from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_sta
 from towpath.checkpoint.manifest import encode_value
 from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.core.formats import dtype_name, shape_text
+from towpath.core.strategy import Protect
 from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
@@ -88,6 +90,12 @@ class State:
         self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
         self._nodes: Sequence[int] | None = None
+        self.snapshot: Path | None = None  # the snapshot in this node's memory that was loaded
+
+    @property
+    def protect(self) -> Protect | None:
+        """How the model's strategy protects the training against the loss of a node, or None."""
+        return next((engine.strategy.protect for engine in self.local.engines.values()), None)
 
     def add_saver(self, saver: Any) -> None:
         """Call `saver.settle` before anything that it saves is changed."""

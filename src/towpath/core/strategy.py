@@ -103,8 +103,8 @@ class Protect:
     """How often nodes keep a snapshot of the training in memory.
 
     Training then survives a lost node, without a shared folder. It is part of a strategy:
-    `towpath.strategy(…, protect=Protect(every=10))`. Each node also keeps a copy of what only its *buddy*, another node,
-    holds. `towpath plan` shows the bytes, the memory and the seconds to heal.
+    `towpath.strategy(…, protect=Protect(every=10))`. Each node also keeps a copy of what only its *buddy*, another
+    node, holds. `towpath plan` shows the bytes, the memory and the seconds to heal.
 
     Attributes:
         every: The optimizer steps from one snapshot to the next. After a loss, at most so many are computed again. More
