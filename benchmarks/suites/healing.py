@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ MODELS = {
 }
 KILLS = 20
 PATIENCE_SECONDS = 600.0
+AWAY_SECONDS = 60.0  # at most
 ROOT = Path(__file__).parents[2]
 
 
@@ -127,6 +128,7 @@ class HealingRun:
     def __init__(self, case: HealingCase, folder: Path) -> None:
         self.case, self.folder = case, folder
         self.lost: list[tuple[Loss, float]] = []  # and when, in seconds of the clock of the host
+        self.rebuilt: list[float] = []  # when
         (folder / "events").mkdir(parents=True)
 
     def carry_out(self, losses: Sequence[Loss], say: Callable[[str], None]) -> None:
@@ -172,7 +174,13 @@ class HealingRun:
         say(f"node {node} is lost: rank {loss.rank} in {loss.phase}, step {loss.step}{', silent' * loss.silent}")
         self.lost.append((loss, time.time()))
         lab.destroy(node, silent=loss.silent)
+        # A new node at the old address would reject old connections at once. A machine without power answers nothing
+        # for a while, so it stays away until the others have noticed.
+        until = time.monotonic() + (AWAY_SECONDS if loss.silent else 0.0)
+        while time.monotonic() < until and len(noticed(self, number)) < TOPOLOGY.world - TOPOLOGY.ranks_per_node:
+            time.sleep(0.05)
         lab.rebuild(node)
+        self.rebuilt.append(time.time())
         job.start(node)
 
     def expect(self, held: bool, what: str, job: ElasticRun | None = None) -> None:
@@ -228,37 +236,40 @@ def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
 
 
 def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
-    """Return where the seconds went after a loss.
+    """Return where the seconds went after a loss. Each part ends when the last rank has come there.
 
-    Each part ends when the last rank has come there. `noticed`: by surviving rank, the seconds from the loss to its
-    error, and its exit code.
+    A node that is lost in silence stays away for a time that is not counted.
     """
     loss, lost_at = run.lost[number]
-    until = run.lost[number + 1][1] if number + 1 < len(run.lost) else float("inf")
-    after = {
-        rank: [event for event in run.events(rank) if lost_at < event["time"] < until] for rank in range(TOPOLOGY.world)
-    }
-    node = TOPOLOGY.node_of(loss.rank)
-    survivors = [rank for rank in after if TOPOLOGY.node_of(rank) != node]
-    errors = {rank: next((each for each in after[rank] if each["what"] == "error"), None) for rank in survivors}
-    noticed = {str(rank): [round(error["time"] - lost_at, 2), error["code"]] for rank, error in errors.items() if error}
-    firsts: list[tuple[str, float]] = [("noticing", min((s for s, _ in noticed.values()), default=0.0))]
-    firsts.append(("errors of all", max((s for s, _ in noticed.values()), default=0.0)))
+    errors = noticed(run, number)
+    seconds = {"noticing": min((s for s, _ in errors.values()), default=0.0)}
+    seconds["errors of all"] = max((s for s, _ in errors.values()), default=0.0) - seconds["noticing"]
+    before = max(lost_at + sum(seconds.values()), run.rebuilt[number])
     for what, part in _PARTS.items():
-        times = [next((e["time"] for e in events if e["what"] == what), None) for events in after.values()]
-        firsts += [(part, max(t for t in times if t is not None) - lost_at)] if None not in times else []
-    begins = [0.0, *(end for _, end in firsts)]
-    seconds = {part: round(end - begin, 2) for (part, end), begin in zip(firsts, begins, strict=False)}
-    return {
-        "rank": loss.rank,
-        "phase": loss.phase,
-        "step": loss.step,
-        "silent": loss.silent,
-        "noticed": noticed,
-        "seconds": seconds | {"noticing to next step": round(firsts[-1][1] - firsts[0][1], 2)},
-    }
+        times = [next((e["time"] for e in _after(run, number, r) if e["what"] == what), None) for r in _RANKS]
+        if None not in times:
+            end = max(t for t in times if t is not None)
+            seconds[part], before = end - before, end
+    seconds["noticing to next step"] = sum(seconds.values()) - seconds["noticing"]
+    rounded = {part: round(value, 2) for part, value in seconds.items()}
+    return {**asdict(loss), "noticed": {str(rank): found for rank, found in errors.items()}, "seconds": rounded}
 
 
+def noticed(run: HealingRun, number: int) -> dict[int, tuple[float, int]]:
+    """Return by surviving rank the seconds from a loss to its error, and its exit code."""
+    loss, lost_at = run.lost[number]
+    survivors = [rank for rank in _RANKS if TOPOLOGY.node_of(rank) != TOPOLOGY.node_of(loss.rank)]
+    errors = {r: next((e for e in _after(run, number, r) if e["what"] == "error"), None) for r in survivors}
+    return {rank: (round(e["time"] - lost_at, 2), e["code"]) for rank, e in errors.items() if e is not None}
+
+
+def _after(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:
+    """Return what a rank noted after a loss and before the next one."""
+    until = run.lost[number + 1][1] if number + 1 < len(run.lost) else float("inf")
+    return [event for event in run.events(rank) if run.lost[number][1] < event["time"] < until]
+
+
+_RANKS = range(TOPOLOGY.world)
 # By event, the part of the seconds that ends with it.
 _PARTS = {
     "started": "rendezvous",

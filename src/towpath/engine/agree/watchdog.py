@@ -128,8 +128,9 @@ class Watchdog:
                     work.wait(_LOOK)
                     return
                 except RuntimeError:
-                    if work.is_completed():
-                        raise
+                    if work.is_completed():  # it has failed, or has ended just now
+                        work.wait()
+                        return
                 self.raise_if_diverged()
         finally:
             self.is_waiting = False
