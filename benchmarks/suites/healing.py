@@ -4,9 +4,9 @@
 
 Three nodes of two ranks run `towpath train` under `torchrun --max-restarts`, in a lab whose nodes have memory and a
 disk of their own. Every run loses one node: its network, its processes, its memory and its disk. The number of the run
-decides where in a step: forward, backward, optimizer, snapshot, exchange between buddies, or while the job heals from a
-first loss. Seeded dice choose the rank and the step. In every second round of phases, the cable is cut first, so that
-the others see silence. Then the node is rebuilt, empty, and its torchrun started. At the end:
+decides where in a step: forward, backward, optimizer, snapshot, exchange between buddies, its publishing, or while the
+job heals from a first loss. Seeded dice choose the rank and the step. In every second round of phases, the cable is
+cut first, so that the others see silence. Then the node is rebuilt, empty, and its torchrun started. At the end:
 
     every rank had the losses and the norms of an undisturbed run in each step,
     to the bit, also in steps that were taken twice
@@ -45,7 +45,7 @@ CABLE = "200mbit"
 EVERY = 10  # steps between snapshots
 STEPS = 40
 STEPS_BEFORE = range(EVERY + 1, STEPS - 4)
-PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "healing")
+PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "publishing", "healing")
 STRATEGIES = ("mics", "paro-iig")
 MODELS = {
     "tiny": ("model.width=64", "model.depth=2", "model.heads=4", "train.length=32"),
@@ -86,7 +86,7 @@ class HealingCase:
         """The nodes that this run loses, one after another."""
         dice = random.Random(self.name)
         phase, silent = PHASES[self.number % len(PHASES)], self.number // len(PHASES) % 2 == 1
-        if self.keeps == "folder" and phase in ("snapshot", "exchange"):
+        if self.keeps == "folder" and phase in PHASES[3:6]:
             phase = "optimizer"
         rank, step = dice.randrange(TOPOLOGY.world), dice.choice(STEPS_BEFORE)
         if phase != "healing":

@@ -25,11 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# By phase, the functions at whose begin a rank can be lost. Of several names, those count that exist.
+# By phase, the functions at whose begin a rank can be lost. The first call is in the training thread, those of the
+# exchange and of publishing in the thread of a snapshot. Moves are what a rebuilt node gets from its buddy.
 POINTS: dict[str, tuple[str, ...]] = {
-    "snapshot": ("towpath.checkpoint.saving:Saver.protect",),
-    "exchange": ("towpath.protect.buddies:Buddies.send",),
-    "healing": ("towpath.checkpoint:load",),
+    "snapshot": ("towpath.protect.snapshots:Snapshots._begin",),
+    "exchange": ("towpath.protect.buddies:BuddyExchange.run",),
+    "publishing": ("towpath.protect.snapshots:Snapshots._publish",),
+    "healing": ("towpath.protect.healing:_move", "towpath.checkpoint:load"),
 }
 
 
@@ -77,11 +79,8 @@ class Drill:
     ) -> None:
         module, _, path = name.partition(":")
         *owners, attribute = path.split(".")
-        try:
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            wrapped = getattr(owner, attribute)
-        except (ModuleNotFoundError, AttributeError):
-            return
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        wrapped = getattr(owner, attribute)
 
         @functools.wraps(wrapped)
         def wrapper(*arguments: Any, **options: Any) -> Any:
