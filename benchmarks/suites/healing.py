@@ -177,7 +177,8 @@ class HealingRun:
         # A new node at the old address would reject old connections at once. A machine without power answers nothing
         # for a while, so it stays away until the others have noticed.
         until = time.monotonic() + (AWAY_SECONDS if loss.silent else 0.0)
-        while time.monotonic() < until and len(noticed(self, number)) < TOPOLOGY.world - TOPOLOGY.ranks_per_node:
+        survivors = TOPOLOGY.world - TOPOLOGY.ranks_per_node
+        while time.monotonic() < until and len(first_events(self, number, "error")) < survivors:
             time.sleep(0.05)
         lab.rebuild(node)
         self.rebuilt.append(time.time())
@@ -238,12 +239,13 @@ def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
 def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
     """Return where the seconds went after a loss. Each part ends when the last rank has come there.
 
-    A node that is lost in silence stays away for a time that is not counted.
+    A rank notices when its training thread raises, and ends when its process does, or when torchrun ends it. A node
+    that is lost in silence stays away for a time that is not counted.
     """
     loss, lost_at = run.lost[number]
-    errors = noticed(run, number)
-    seconds = {"noticing": min((s for s, _ in errors.values()), default=0.0)}
-    seconds["errors of all"] = max((s for s, _ in errors.values()), default=0.0) - seconds["noticing"]
+    raised, ended = first_events(run, number, "raised"), first_events(run, number, "error")
+    seconds = {"noticing": max(raised.values(), default=0.0)}
+    seconds["end of all"] = max(0.0, max(ended.values(), default=0.0) - seconds["noticing"])
     before = max(lost_at + sum(seconds.values()), run.rebuilt[number])
     for what, part in _PARTS.items():
         times = [next((e["time"] for e in _after(run, number, r) if e["what"] == what), None) for r in _RANKS]
@@ -252,15 +254,15 @@ def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
             seconds[part], before = end - before, end
     seconds["noticing to next step"] = sum(seconds.values()) - seconds["noticing"]
     rounded = {part: round(value, 2) for part, value in seconds.items()}
-    return {**asdict(loss), "noticed": {str(rank): found for rank, found in errors.items()}, "seconds": rounded}
+    return {**asdict(loss), "raised": raised, "ended": ended, "seconds": rounded}
 
 
-def noticed(run: HealingRun, number: int) -> dict[int, tuple[float, int]]:
-    """Return by surviving rank the seconds from a loss to its error, and its exit code."""
+def first_events(run: HealingRun, number: int, what: str) -> dict[int, float]:
+    """Return by surviving rank the seconds from a loss to its first event of a kind."""
     loss, lost_at = run.lost[number]
     survivors = [rank for rank in _RANKS if TOPOLOGY.node_of(rank) != TOPOLOGY.node_of(loss.rank)]
-    errors = {r: next((e for e in _after(run, number, r) if e["what"] == "error"), None) for r in survivors}
-    return {rank: (round(e["time"] - lost_at, 2), e["code"]) for rank, e in errors.items() if e is not None}
+    found = {rank: [e["time"] for e in _after(run, number, rank) if e["what"] == what] for rank in survivors}
+    return {rank: round(times[0] - lost_at, 2) for rank, times in found.items() if times}
 
 
 def _after(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@
 
 FOLDER is on the host, outside of what the drill destroys:
 
-    events/rank-R.jsonl    one line for each start, join, load, step and error of rank R: when, and what
+    events/rank-R.jsonl    one line for each start, join, load, step and end of rank R: when, and what
     order.json             the rank that is to be lost, where in a step, and after how many steps
     hit-N                  rank of order N has come there. It waits for its end
     final/                 a checkpoint of the last state, which all ranks write
@@ -41,7 +41,7 @@ class Drill:
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
         self.step = 0  # that is under way, counted from 1
-        self._folder = folder
+        self._folder, self._has_raised = folder, False
         self._events = (folder / "events" / f"rank-{self.rank}.jsonl").open("a")
 
     def note(self, what: str, **more: Any) -> None:
@@ -85,7 +85,13 @@ class Drill:
         @functools.wraps(wrapped)
         def wrapper(*arguments: Any, **options: Any) -> Any:
             before(*arguments)
-            result = wrapped(*arguments, **options)
+            try:
+                result = wrapped(*arguments, **options)
+            except BaseException as error:
+                if not self._has_raised and threading.current_thread() is threading.main_thread():
+                    self._has_raised = True  # wrapped functions call each other
+                    self.note("raised", text=f"{type(error).__name__}: {error}"[:200])
+                raise
             after(result, *arguments)
             return result
 
@@ -134,6 +140,9 @@ def main() -> None:
     from towpath.cli.main import main as towpath
 
     drill.install()  # it imports torch
+    sys.path.insert(0, "/tmp")
+
+    shim.install(drill)
     drill.note("imported")
     sys.argv = ["towpath", *sys.argv[2:]]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import weakref
@@ -305,3 +306,21 @@ class _EndsLate(Future[None]):
 
 def test_a_job_that_ends_as_a_wait_for_it_times_out_has_not_failed() -> None:
     assert _ThreadHandle(_EndsLate(), (), None)._ended()
+
+
+def test_a_program_that_ends_in_an_error_does_not_wait_for_a_thread_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    ends, waiting = threading.Event(), threading.Event()
+    monkeypatch.setattr(daemons, "_LIMIT_SECONDS", 1e6)
+    monkeypatch.setattr(daemons, "_ends_in_error", False)
+    monkeypatch.setattr(os, "_exit", leave)
+    daemons.start_daemon("waits", lambda: (waiting.set(), ends.wait()))
+    waiting.wait()
+    daemons.note_error()
+    with pytest.raises(SystemExit, match="1"):
+        daemons._end_daemons()
+    ends.set()
