@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import final
 
@@ -82,7 +83,6 @@ class Snapshots:
         self._ranks = NodeRanks(root, self._everyone)
         self._memory = self._ranks.memory
         self._staging = StagingMemory()
-        self._channels = 0  # process groups so far: none is used again after a failure
         self._control = self._new_channel()
         self._base: int | None = None  # the step of the snapshot that all nodes hold
         self._thread: threading.Thread | None = None
@@ -112,8 +112,9 @@ class Snapshots:
         return uuid.uuid4().hex if loaded is None else run_of(read_manifest(loaded))
 
     def _new_channel(self) -> AllRanks:
-        self._channels += 1
-        return AllRanks(self._everyone.apart(f"snapshots {self._channels}"), "taking a snapshot", CheckpointError)
+        # Nothing else uses the group, and nothing uses it again after a failure.
+        number: int = next(self._everyone.shared("snapshots", count))
+        return AllRanks(self._everyone.apart(f"snapshots {number}"), "taking a snapshot", CheckpointError)
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
