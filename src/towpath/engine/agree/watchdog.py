@@ -117,6 +117,8 @@ class Watchdog:
         """
         if self._next_rank is None and self.world > 1:
             self._next_rank = NextRank(self._groups, _KEEPALIVE_OF_PROTECTED if protected else _KEEPALIVE)
+            # It connects to the store. If rank 0, which may hold the store, is lost, an error would wait to connect.
+            self.store.post(None)
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
