@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.manifest import read_manifest
+from towpath.checkpoint.manifest import read_manifest, step_of
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
+from towpath.progress import format_bytes
+from towpath.protect.healing import Found, found_in_memory, restore
+from towpath.protect.snapshots import NodeRanks
+from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same
 
 _LOG = logger("checkpoint")
@@ -54,7 +58,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = AllRanks(state.local.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
+    everyone = state.local.everyone
+    control = AllRanks(everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -77,28 +82,56 @@ def load(where: str | Path, state: State) -> Loaded | None:
         return mine
 
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
+    ranks = None if named or state.protect is None else NodeRanks(where, everyone)
+    found = [] if ranks is None else found_in_memory(ranks, control)
+    # The newest first. Of a checkpoint and a snapshot of the same step, the snapshot is nearer.
+    tried = sorted([*((f.step, True, f) for f in found), *((step_of(p), False, p) for p in paths)], key=_age)
     notes: list[str] = []
-    for path in paths:
+    for step, _, each in tried:
         try:
-            return _load(path, state, control, notes)
+            if isinstance(each, Path):
+                loaded = _load(each, state, control, notes)
+            else:
+                assert ranks is not None
+                loaded = _heal(each, state, ranks, control, notes)
         except DamagedError as error:
             if named:
                 raise CheckpointError(str(error)) from None
-            notes.append(f"{path.name} was passed over: {error}")
-            if control.groups.rank == 0:
-                _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
+            name = each.name if isinstance(each, Path) else f"the snapshot of step {step}"
+            notes.append(f"{name} was passed over: {error}")
+            if everyone.rank == 0:
+                _LOG.error("%s CANNOT BE USED: %s Trying the one before.", name.upper(), error)
+            continue
+        if ranks is not None and state.snapshot is None:
+            control.each(ranks.forget)  # a snapshot that is newer would be taken for one of the run that begins here
+        return loaded
     if notes:
-        raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}")
+        advice = f" To begin anew, remove {ranks.memory.path} on every node." if found and ranks is not None else ""
+        raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}{advice}")
     return None
+
+
+def _age(candidate: tuple[int, bool, object]) -> tuple[int, bool]:
+    step, is_near, _ = candidate
+    return -step, not is_near
+
+
+def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes: Sequence[str]) -> Loaded:
+    state.snapshot, sent, more = restore(found, state, ranks, control)
+    about = f"it was in the memory of {counted(len(set(ranks.numbers)), 'node')}"
+    if sent:
+        about += f", and {format_bytes(sent)} were sent to nodes without it"
+    return Loaded(found.step, state.snapshot, (*notes, *more, about))
 
 
 def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
     manifest = control.on_rank_0(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
-    restore = control.each(lambda: Restore(state, manifest))
-    storage.read(restore.targets, path, restore.manifest, control)
-    control.each(restore.check)
-    return Loaded(manifest.step, path, (*notes, *control.each(restore.finish)))
+    restoring = control.each(lambda: Restore(state, manifest))
+    storage.read(restoring.targets, path, restoring.manifest, control)
+    control.each(restoring.check)
+    state.snapshot = None
+    return Loaded(manifest.step, path, (*notes, *control.each(restoring.finish)))
 
 
 # --- without ranks ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -46,7 +47,7 @@ class StagingMemory:
                     late.append((copies[offsets], box))
                 else:
                     copies[offsets].copy_(box, non_blocking=True)
-            out[name] = TensorChunks(pieces.dtype, pieces.shape, copies)
+            out[name] = replace(pieces, boxes=copies)
         if device is not None and self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return out, Snapshot(late, engines, self._stream)

@@ -42,7 +42,7 @@ from towpath.errors import CheckpointError
 from towpath.optim import members_of, owner_stepped_members
 from towpath.outer.saved import IslandState, prefix_of
 
-RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
+RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", "snapshot", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _SHOWN = 200  # characters of an extra's state in an error
 

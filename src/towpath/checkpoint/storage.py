@@ -218,28 +218,45 @@ def free_bytes(folder: Path) -> int:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+class Reading:
+    """The parts of a checkpoint's files that fill `targets` on this rank.
+
+    Attributes:
+        files: The names of the files that this rank reads.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], manifest: Manifest, is_first: bool) -> None:
+        self._manifest = manifest
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata: dict[str, Any] = {
+            name: TensorStorageMetadata(
+                TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
+            )
+            for name, tensor in manifest.tensors.items()
+        }
+        self._planner.set_up_planner(dict(targets), Metadata(metadata), is_first)
+        self._items = list(self._planner.create_local_plan().items)
+        self.files = {self._box_of(item).file for item in self._items}
+
+    def _box_of(self, item: Any) -> StoredBox:
+        return self._manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
+
+    @torch.no_grad()
+    def fill(self, folder: Path) -> None:
+        """Read the files in `folder`, and fill the targets."""
+        files = {name: map_tensors(folder / name) for name in self.files}
+        for item in self._items:
+            box = self._box_of(item)
+            stored = box_in(files[box.file], self._manifest.tensors[item.storage_index.fqn], box)
+            where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            self._planner.resolve_tensor(item).detach().copy_(stored[where])
+
+
 def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: AllRanks) -> None:
     """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata: dict[str, Any] = {
-        name: TensorStorageMetadata(
-            TensorProperties(tensor.dtype),
-            torch.Size(tensor.shape),
-            [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
-        )
-        for name, tensor in manifest.tensors.items()
-    }
-    items: list[Any] = []
-
-    def plan() -> set[str]:
-        """Return the names of the files that this rank reads."""
-        planner.set_up_planner(dict(targets), Metadata(metadata), control.groups.rank == 0)
-        items.extend(planner.create_local_plan().items)
-        return {box_of(item).file for item in items}
-
-    def box_of(item: Any) -> StoredBox:
-        return manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
+    reading = control.each(lambda: Reading(targets, manifest, control.groups.rank == 0))
 
     def share(ranks: list[set[str]]) -> list[list[str]]:
         """Return the files whose checksum each rank computes. The next largest one goes to the rank with the least."""
@@ -257,13 +274,8 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
     def fill() -> None:
         with ThreadPoolExecutor(1) as pool:
             checking = pool.submit(check, checked[control.groups.rank])
-            files = {name: map_tensors(folder / name) for name in {box_of(item).file for item in items}}
-            for item in items:
-                box = box_of(item)
-                stored = box_in(files[box.file], manifest.tensors[item.storage_index.fqn], box)
-                where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                planner.resolve_tensor(item).detach().copy_(stored[where])
+            reading.fill(folder)
             checking.result()
 
-    checked = control.combine(plan, share)
+    checked = control.combine(lambda: reading.files, share)
     control.each(fill)

@@ -18,11 +18,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import final
 
 from towpath.checkpoint import storage
-from towpath.checkpoint.manifest import Manifest, step_of, write_manifest
+from towpath.checkpoint.manifest import Manifest, read_manifest, step_of, write_manifest
 from towpath.checkpoint.staging import Snapshot, StagingMemory
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import DivergedError, WriteItems, Written
@@ -60,6 +61,16 @@ class NodeRanks:
         order = list(dict.fromkeys(self.nodes))
         return [order.index(node) for node in self.nodes]
 
+    def forget(self) -> None:
+        """Remove the snapshots on this node."""
+        for path in self.memory.snapshots() if self.leads else ():
+            self.memory.remove(step_of(path))
+
+
+def run_of(manifest: Manifest) -> str:
+    """Return the name of the run that took a snapshot. Snapshots of two runs are never mixed."""
+    return manifest.values.get("snapshot", {}).get("run", "")
+
 
 @final
 class Snapshots:
@@ -72,7 +83,6 @@ class Snapshots:
         self._ranks = NodeRanks(root, self._everyone)
         self._memory = self._ranks.memory
         self._staging = StagingMemory()
-        self._channels = 0  # process groups so far: none is used again after a failure
         self._control = self._new_channel()
         self._base: int | None = None  # the step of the snapshot that all nodes hold
         self._thread: threading.Thread | None = None
@@ -83,6 +93,7 @@ class Snapshots:
         self.sent_bytes = 0  # so far, to the buddy
         state.add_saver(self)
         self._control.each(self._open)
+        self._name = self._control.on_rank_0(self._run)
 
     def _open(self) -> None:
         """Remove the snapshots of another run. Only the one that was loaded is of this run."""
@@ -95,9 +106,15 @@ class Snapshots:
             start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
         self._base = None if loaded is None else step_of(loaded)
 
+    def _run(self) -> str:
+        """Return the name of this run: that of the snapshot which was loaded, or a new one."""
+        loaded = self._state.snapshot
+        return uuid.uuid4().hex if loaded is None else run_of(read_manifest(loaded))
+
     def _new_channel(self) -> AllRanks:
-        self._channels += 1
-        return AllRanks(self._everyone.apart(f"snapshots {self._channels}"), "taking a snapshot", CheckpointError)
+        # Nothing else uses the group, and nothing uses it again after a failure.
+        number: int = next(self._everyone.shared("snapshots", count))
+        return AllRanks(self._everyone.apart(f"snapshots {number}"), "taking a snapshot", CheckpointError)
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
@@ -182,6 +199,7 @@ class Snapshots:
             written = [each for each, _ in ranks]
             strategy = items.strategy if isinstance(items, WriteItems) else None
             manifest = storage.manifest_of(step, written, strategy)
+            manifest = replace(manifest, values={**manifest.values, "snapshot": {"run": self._name}})
             return manifest, plan_files(written, [held for _, held in ranks], self._ranks.numbers)
 
         manifest, sent = control.combine(write, plan)
@@ -217,6 +235,7 @@ class Snapshots:
     def _publish(self, step: int, folder: Path, manifest: Manifest) -> None:
         if self._ranks.leads:
             write_manifest(folder, manifest)
+            read_manifest(folder)  # it must be possible, and the boxes must be all of each tensor
             self._memory.publish(step)
 
 

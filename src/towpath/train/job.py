@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -74,7 +75,9 @@ class Job:
         """
         groups = groups or self.groups
         if groups.world > 1:
-            dist.all_reduce(values, group=groups.parent)
+            # A device does not block the host. A CPU does, and would wait for a lost rank until gloo's timeout.
+            work = dist.all_reduce(values, group=groups.parent, async_op=values.device.type != "cuda")
+            Watchdog.of(self.groups).wait(work)
         if values.device.type != "cuda":
             return lambda: [value / groups.world for value in values.tolist()]
         on_host = torch.empty_like(values, device="cpu", pin_memory=True)
@@ -199,6 +202,6 @@ class StepAgreement:
             return
         work, sums = self._under_way
         if work is not None:
-            work.wait()
+            Watchdog.of(self.job.groups).wait(work)
         loss, *self.flags = (sums / self.job.world).tolist()
         self.loss_of_islands = None if self.island is None else loss

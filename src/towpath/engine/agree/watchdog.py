@@ -23,9 +23,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from operator import itemgetter
 from typing import Any, final
+
+import torch.distributed as dist
 
 from towpath.core.queues import LoggedCall, Scope
 from towpath.daemons import start_daemon
@@ -47,8 +50,12 @@ _WARN_SECONDS = 60.0
 _FEW = 16
 
 _PATIENCE_SECONDS = 5.0  # for a connection to the next rank
-# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes. A lost machine
+# is noticed after 20 seconds. In a job that heals itself it is after 9, because a false alarm costs little there.
+_KEEPALIVE, _KEEPALIVE_OF_PROTECTED = (5, 5, 3), (3, 2, 3)
+_PROBES = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+# How often a rank that waits for a collective checks whether the collective can still end.
+_LOOK = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class Watchdog:
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._cause = ""  # the same, as a peer has said it
+        self.is_waiting = False  # in `wait`
         self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout.total_seconds()
@@ -101,10 +109,33 @@ class Watchdog:
             self._islands.append(island)
             island.warns = False  # this watchdog warns, and describes the ranks of all islands
 
-    def watch_processes(self) -> None:
-        """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
+    def watch_processes(self, protected: bool = False) -> None:
+        """Start to watch whether the next rank's process ends. Every rank must call it.
+
+        Args:
+            protected: Whether the job heals itself. It then notices sooner that a machine no longer answers.
+        """
         if self._next_rank is None and self.world > 1:
-            self._next_rank = NextRank(self._groups)
+            self._next_rank = NextRank(self._groups, _KEEPALIVE_OF_PROTECTED if protected else _KEEPALIVE)
+            # It connects to the store. If rank 0, which may hold the store, is lost, an error would wait to connect.
+            self.store.post(None)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
+        # On a GPU there is no work to wait for: the collective runs on the current stream, and does not block the host.
+        self.is_waiting = True
+        try:
+            while work is not None:
+                try:
+                    work.wait(_LOOK)
+                    return
+                except RuntimeError:
+                    if work.is_completed():  # it has failed, or has ended just now
+                        work.wait()
+                        return
+                self.raise_if_diverged()
+        finally:
+            self.is_waiting = False
 
     # What errors say ------------------------------------------------------------------------------------------------
 
@@ -260,8 +291,9 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
             if posted != (progress, lost := watchdog.ended_peer()):
                 watchdog.post(silent=True)
                 posted = progress, lost
-            if status.waits:
-                watchdog.look_for_divergence()
+            if (waits := status.waits) or watchdog.is_waiting:
+                if waits:
+                    watchdog.look_for_divergence()
                 watchdog.look_for_lost_peers()
                 watchdog.release_device()
                 if watchdog.diverged:
@@ -289,7 +321,7 @@ class NextRank:
 
     # Every rank must make one, at the same time.
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, keepalive: Sequence[int] = _KEEPALIVE) -> None:
         self.rank = (groups.rank + 1) % groups.world
         self._connection: socket.socket | None = None
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
@@ -301,7 +333,7 @@ class NextRank:
             peers: list[tuple[tuple[str, int], bytes]] = groups.all_gather_objects((here, token))
             reason: object = "another process answered at its address"
             try:
-                self._connection = _introduced(*peers[self.rank])
+                self._connection = _introduced(*peers[self.rank], keepalive)
             except OSError as error:
                 reason = error
             self._from_previous = _accepted(listener, token)
@@ -334,12 +366,12 @@ def _own_address(other: str) -> str:
     return socket.gethostname()
 
 
-def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
+def _introduced(address: tuple[str, int], token: bytes, keepalive: Sequence[int]) -> socket.socket:
     """Connect to `address`, and send `token`. The kernel watches the connection from then on."""
     connection = socket.create_connection(address, _PATIENCE_SECONDS)
     connection.sendall(token)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
+    for name, value in zip(_PROBES, keepalive, strict=True):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setblocking(False)
