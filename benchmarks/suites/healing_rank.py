@@ -140,6 +140,7 @@ def main() -> None:
     from towpath.cli.main import main as towpath
 
     drill.install()  # it imports torch
+
     drill.note("imported")
     sys.argv = ["towpath", *sys.argv[2:]]
     try:

@@ -1,4 +1,4 @@
-"""A node is lost: what the others hold in memory goes on bit for bit. Functions with an underscore run on every rank."""
+"""A lost node: what the others hold in memory goes on bit for bit. Functions with an underscore run on every rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import towpath
-from tests.ranks.checkpoints import Content, Run, differing, rank
+from tests.ranks.checkpoints import Run, differing, rank
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import seldom
 from towpath import Protect, Topology, checkpoint

@@ -80,6 +80,7 @@ class CheckpointManager:
         if self._source != self._folder:
             with self._job.together():
                 self._set_aside()
+        self._protect()  # also what a lost node had: its place has been taken by one that keeps no copies
         return self
 
     def _resume(self, source: Path) -> None:
@@ -138,10 +139,21 @@ class CheckpointManager:
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
+        self._protect()
         if self.is_due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
         state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
+
+    def _protect(self) -> None:
+        if (protect := self._contents.protect) is None:
+            return
+        if self._state.step % protect.every == 0:
+            self._settle()  # a snapshot of a loss that is not finite would bring it back
+        try:
+            self._saver.protect(self._state.step)
+        except CheckpointError as error:
+            raise StepError(str(error)) from None
 
     def _save(self) -> None:
         self._settle()  # a loss that is not finite raises
