@@ -140,7 +140,6 @@ def main() -> None:
     from towpath.cli.main import main as towpath
 
     drill.install()  # it imports torch
-
     drill.note("imported")
     sys.argv = ["towpath", *sys.argv[2:]]
     try:
