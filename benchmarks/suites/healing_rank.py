@@ -31,6 +31,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "snapshot": ("towpath.protect.snapshots:Snapshots._begin",),
     "exchange": ("towpath.protect.buddies:BuddyExchange.run",),
     "publishing": ("towpath.protect.snapshots:Snapshots._publish",),
+    "starting": ("towpath.train.job:init",),
     "healing": ("towpath.protect.healing:_move", "towpath.checkpoint:load"),
 }
 
