@@ -251,9 +251,9 @@ class Watchdog:
         """
         if self.diverged:
             return
-        notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
-        lost = self.ended_peer()
+        lost, notes = self.ended_peer(), dict[int, Any]()
         if lost is None:
+            notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
             lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
             peer = self.first + lost
