@@ -297,7 +297,7 @@ class Watchdog:
             self._stuck = time.monotonic(), progress
         elif time.monotonic() - self._stuck[0] > _RAISE_SECONDS:
             _LOG.error(
-                "rank %d: the process of rank %d has ended, and this rank waits where it cannot raise an error. It ends "
+                "rank %d: the process of rank %d has ended, and this rank waits where it cannot raise. It ends "
                 "itself, so that the launcher starts all ranks again. %s",
                 *(self.number, self.first + next_rank.rank, self.status.describe()),
             )
