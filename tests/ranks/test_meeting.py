@@ -150,7 +150,9 @@ def test_islands_that_are_all_there_have_the_bits_of_one_job(
     world: Worlds, jobs: Jobs, meet: str, outer: Outer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = world(3).run(_train_as_one_job, outer, "zero3", 3, 2 * EVERY + 2)
-    found = [each.result()[0] for each in [jobs.start(_train, at(outer, meet), "zero3", 3, 2 * EVERY + 2) for _ in "abc"]]
+    found = [
+        each.result()[0] for each in [jobs.start(_train, at(outer, meet), "zero3", 3, 2 * EVERY + 2) for _ in "abc"]
+    ]
     for number, weights, said, dropped in found:
         assert differing(weights, expected[number]) == []
         assert dropped == 0 and sum("joined at step" in text for text in said) >= 1
@@ -162,3 +164,145 @@ def test_islands_of_two_ranks_have_the_bits_of_one_job(world: Worlds, pairs: Job
     for each in [pairs.start(_train, at(STREAMING, meet), label, 2, 2 * EVERY + 2) for _ in "ab"]:
         for rank, (number, weights, _, _) in enumerate(each.result()):
             assert differing(weights, expected[2 * number + rank]) == []
+
+
+# --- islands that end -------------------------------------------------------------------------------------------------
+
+# The moment of an exchange at which an island is killed, and whether the others apply its result.
+MOMENTS = {
+    "before it is ready": True,
+    "before the sum": False,
+    "before its vote": True,
+    "after its vote": True,
+    "as one was told": True,  # of the holder
+}
+
+
+def _kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_at(moment: str, sync: Any) -> None:
+    """Let this process be killed at a moment of the next exchange."""
+    total, seat = sync._sum, sync._seat
+    listener = seat._listener if seat else None
+    ask, tell = (seat.ask, listener._send_answers) if seat else (_kill, _kill)
+
+    def sum_and_die(*args: Any) -> None:
+        total(*args)
+        _kill()
+
+    def ask_and_die(message: Any) -> Any:
+        if "vote" not in message:
+            return ask(message)
+        seat._wire.send(message)
+        return _kill()
+
+    def tell_one_and_die() -> None:
+        outcomes = [each for each in listener.register.answers if "outcome" in each[1] and each[0] != sync.number]
+        if outcomes:
+            listener.register.answers[:] = outcomes[:1]
+        tell()
+        if outcomes:
+            _kill()
+
+    if moment == "before it is ready":
+        sync._exchange = _kill
+    elif moment == "before the sum":
+        sync._sum = _kill
+    elif moment == "before its vote":
+        sync._sum = sum_and_die
+    elif moment == "after its vote":
+        seat.ask = ask_and_die
+    else:
+        listener._send_answers = tell_one_and_die
+
+
+def _train_until_killed(outer: Outer, label: str, count: int, steps: int, victim: int, moment: str) -> Any:
+    """Train. The island with the number `victim` is killed in its second exchange."""
+    run = _Training(outer, label)
+    run.gather(count)
+    run.train(0, EVERY + 1)
+    if run.sync.number == victim and dist.get_rank() == 0:
+        _end_at(moment, run.sync)
+    run.train(EVERY + 1, steps - EVERY - 1)
+    return run.sync.number, run.content(), run.said, run.sync.dropped
+
+
+def _simulated(ranks: int, islands: Sequence[int], steps: int, left: Sequence[int], counts: bool) -> Any:
+    """The weights of plain outer steps in one process, if only some islands are left after the second exchange.
+
+    `counts`: Whether its result is applied, with all islands.
+    """
+    start = GPT.make(torch.float64)
+    copies = {n: GPT.make(torch.float64) for n in islands}
+    slow = {name: p.detach().clone() for name, p in start.named_parameters()}
+    momentum = {name: torch.zeros_like(p) for name, p in slow.items()}
+    for step in range(steps):
+        for number, copy in copies.items():
+            for rank in range(number * ranks, (number + 1) * ranks):
+                (GPT.loss(copy, *GPT.micro_batch(rank, 0, step, torch.float64)) / ranks).backward()
+            with torch.no_grad():
+                for p in copy.parameters():
+                    p -= 0.05 * p.grad
+                    p.grad = None
+        exchange = (step + 1) // EVERY if (step + 1) % EVERY == 0 else 0
+        if exchange and not (exchange == 2 and not counts):
+            _outer_step(copies, slow, momentum)
+        if exchange == 2:
+            copies = {n: copies[n] for n in left}
+    return {name: p.detach() for name, p in copies[left[0]].named_parameters()}
+
+
+@torch.no_grad()
+def _outer_step(copies: dict[int, nn.Module], slow: Any, momentum: Any) -> None:
+    for name in slow:
+        mean = sum(slow[name] - dict(copy.named_parameters())[name] for copy in copies.values()) / len(copies)
+        momentum[name] = 0.9 * momentum[name] + mean
+        slow[name] -= 0.7 * (mean + 0.9 * momentum[name])
+        for copy in copies.values():
+            dict(copy.named_parameters())[name].copy_(slow[name])
+
+
+def survivors(started: Sequence[Future[list[Any]]]) -> list[Any]:
+    """What the islands that are left returned on each rank. One island was killed."""
+    found: list[Any] = []
+    for each in started:
+        try:
+            found += each.result()
+        except RankError as error:
+            assert "exit code -9" in str(error), error
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the holder", "another"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_island_is_killed_and_the_others_go_on_with_all_their_steps(
+    jobs: Jobs, meet: str, victim: int, moment: str
+) -> None:
+    if moment == "as one was told" and victim:
+        pytest.skip("only the holder tells")
+    counts, steps, left = MOMENTS[moment], 4 * EVERY, [n for n in range(3) if n != victim]
+    outer = at(PLAIN, meet)
+    found = survivors([jobs.start(_train_until_killed, outer, "zero3", 3, steps, victim, moment) for _ in "abc"])
+    three = moment != "before it is ready"
+    expected = _simulated(1, range(3), steps, left, counts) if three else None
+    assert sorted(number for number, *_ in found) == left
+    for _, weights, said, dropped in found:
+        assert dropped == (not counts)
+        assert differing(weights, found[0][1]) == []
+        assert any(f"island {victim} of 3 left" in text and "2 go on" in text for text in said), said
+        if expected is not None:
+            assert max((weights[n] - p).abs().max().item() for n, p in expected.items()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["the holder", "another"])
+def test_one_island_of_two_goes_on(pairs: Jobs, meet: str, victim: int) -> None:
+    """Islands of two ranks. All ranks of the one that is left know that the exchange was dropped."""
+    outer, steps = at(PLAIN, meet), 4 * EVERY
+    started = [pairs.start(_train_until_killed, outer, "paro-iig", 2, steps, victim, "before the sum") for _ in "ab"]
+    found = survivors(started)
+    expected = _simulated(2, range(2), steps, [1 - victim], counts=False)
+    assert [dropped for *_, dropped in found] == [1, 1]
+    for _, weights, _, _ in found:
+        assert max((weights[n] - p).abs().max().item() for n, p in expected.items()) <= TOLERANCE

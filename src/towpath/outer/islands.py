@@ -259,8 +259,9 @@ class IslandSync(OuterSync):
                 self._idle.clear()
                 self._sum(exchange, found[1], go)
                 sums = sum((2 * i + 1) * int(checksum(part.difference)) for i, part in enumerate(exchange.parts))
-            except (RuntimeError, OSError, TowpathError) as error:
-                problem = str(error).partition("\n")[0]
+            except (RuntimeError, ValueError, OSError, TowpathError) as error:
+                # PyTorch fails to describe a failure in a group that it has not made itself. The cause is behind that.
+                problem = str(error.__context__ if isinstance(error, ValueError) else error).partition("\n")[0]
                 self._disconnect()  # the others must not wait for this one
             finally:
                 self._idle.set()

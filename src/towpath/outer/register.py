@@ -113,6 +113,10 @@ class Register:
         if gone is not None and gone.admitted:
             left = len(self._those_there) + len(self.expected)
             self._said.append(f"island {number} of {left + 1} left after step {self._step}: {why}; {left} go on")
+        for member in list(self.members.values()):
+            if member.donor == number and member.told.get("ready") and member.key is None and not member.told["blocks"]:
+                self._answer(member, {"end": f"island {number} ended before all its weights were here."})
+                del self.members[member.number]
         self._settle(now)
 
     def tick(self, now: float) -> None:
@@ -186,6 +190,8 @@ class Register:
             self._view = ()  # groups whose exchange failed are not used again
         for member in members:
             self._answer(member, {"outcome": key, "applied": not problems, "why": "; ".join(problems)})
+        for member in self.members.values():
+            member.admitted |= member.donor >= 0
 
     def _go(self, members: list[Member], now: float) -> None:
         """Let an exchange begin."""
@@ -206,9 +212,9 @@ class Register:
             if is_boundary and member.key is None and member.told.get("blocks"):
                 whose = f"with the slow weights of island {member.donor}"
                 self._said.append(f"island {member.number} joined at step {key[0]} {whose}")
-        admitted = [m for m in self.members.values() if not m.admitted]
-        for i, member in enumerate(admitted):
-            member.admitted, member.donor = True, trained[-1 - i % len(trained)].number
+        newcomers = [m for m in self.members.values() if not m.admitted]
+        for i, member in enumerate(newcomers):
+            member.donor = trained[-1 - i % len(trained)].number
         blocks: dict[int, list[int]] = {}
         for member in members:
             count = member.told.get("blocks", 0) if is_boundary else 0
@@ -223,12 +229,12 @@ class Register:
             "trained": [m.number for m in trained],
             "holder": self.number,
             "state": {"next_number": self.next_number, "next_block": self.next_block, "step": self._step},
-            "donors": [[m.donor, m.number] for m in admitted],
+            "donors": [[m.donor, m.number] for m in newcomers],
         }
         said = self._take_said()
         for member in members:
             self._answer(member, go | {"blocks": blocks[member.number], "said": said})
-        for member in admitted:
+        for member in newcomers:
             self.answers.append((member.number, common | {"donation": member.donor}))
 
     def _with_equal_weights(self, members: list[Member], trained: list[Member]) -> list[Member]:
