@@ -5,12 +5,15 @@ Functions whose names begin with an underscore run on every rank of an island.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +27,14 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import RankError, World, Worlds
 from tests.ranks.strategies import seldom
 from tests.ranks.test_outer import TOLERANCE
+from tests.ranks.test_train import TINY, _weights, rows_of, tokens
 from towpath import Outer, Topology, Transport
-from towpath.errors import ConfigError, StepError
-from towpath.outer import islands as islands_module
-from towpath.outer import meeting
+from towpath.outer import islands, meeting
+from towpath.train.config import Config
+from towpath.train.job import init_distributed
+from towpath.train.trainer import TrainingRun
+
+__all__ = ["tokens"]  # a fixture
 
 EVERY = 4
 GPT = MODELS["gpt"]
@@ -83,7 +90,7 @@ class _Training:
     """An island's training on a rank. Until `count` islands train, its weights do not change."""
 
     def __init__(self, outer: Outer | None, label: str, dtype: torch.dtype = torch.float64) -> None:
-        meeting._ALONE_SECONDS, meeting._LOOK_SECONDS = 0.3, 0.1
+        _without_delays()
         world = dist.get_world_size()
         self.dtype, self.said = dtype, list[str]()
         self.model: Any = towpath.shard(GPT.make(dtype), towpath.strategy(label, Topology(1, world), outer=outer))
@@ -103,6 +110,7 @@ class _Training:
         """Meet the others. Return the step after which `count` islands train, a multiple of the period."""
         island = towpath.meet_islands(self.model)
         step = island.step
+        _await_others(self.sync, count)
         while self.sync.present < count or step % EVERY:
             self.step(island.number, step, lr=0.0)
             step += 1
@@ -127,9 +135,31 @@ def _train(outer: Outer, label: str, count: int, steps: int, dtype: torch.dtype 
     return run.sync.number, run.content(), run.said, run.sync.dropped
 
 
-def _train_as_one_job(outer: Outer, label: str, islands: int, steps: int) -> Any:
+class _Arrived(islands._Arriving):  # pyright: ignore[reportPrivateUsage]
+    """Slow weights that have arrived before the newcomer takes part in an exchange."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        while not self.has_ended:
+            time.sleep(0.001)
+
+
+def _without_delays() -> None:
+    """Let this island begin a run soon, and join in the second exchange after it has come."""
+    meeting._ALONE_SECONDS, meeting._LOOK_SECONDS = 0.3, 0.1  # pyright: ignore[reportPrivateUsage]
+    islands._Arriving = _Arrived  # pyright: ignore[reportPrivateUsage]
+
+
+def _await_others(sync: Any, count: int) -> None:
+    """Let the first island begin its first exchange when `count` islands have come."""
+    if sync.island.is_first and sync._seat is not None:
+        while len(sync._seat._listener.register.members) < count:
+            time.sleep(0.01)
+
+
+def _train_as_one_job(outer: Outer, label: str, count: int, steps: int) -> Any:
     """What islands of one job come to. As those that meet, they begin with a period in which nothing changes."""
-    topology, rank = Topology(islands, dist.get_world_size() // islands), dist.get_rank()
+    topology, rank = Topology(count, dist.get_world_size() // count), dist.get_rank()
     model: Any = towpath.shard(GPT.make(torch.float32), towpath.strategy(label, topology, outer=outer))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(-EVERY, steps):
@@ -185,8 +215,8 @@ def _kill(*_: object) -> None:
 def _end_at(moment: str, sync: Any) -> None:
     """Let this process be killed at a moment of the next exchange."""
     total, seat = sync._sum, sync._seat
-    listener = seat._listener if seat else None
-    ask, tell = (seat.ask, listener._send_answers) if seat else (_kill, _kill)
+    listener: Any = seat._listener
+    ask, tell = seat.ask, listener._send_answers
 
     def sum_and_die(*args: Any) -> None:
         total(*args)
@@ -229,13 +259,15 @@ def _train_until_killed(outer: Outer, label: str, count: int, steps: int, victim
     return run.sync.number, run.content(), run.said, run.sync.dropped
 
 
-def _simulated(ranks: int, islands: Sequence[int], steps: int, left: Sequence[int], counts: bool) -> Any:
+def _simulated(
+    ranks: int, numbers: Sequence[int], steps: int, left: Sequence[int], counts: bool, takes_part: bool = True
+) -> Any:
     """The weights of plain outer steps in one process, if only some islands are left after the second exchange.
 
-    `counts`: Whether its result is applied, with all islands.
+    `counts`: Whether its result is applied. `takes_part`: Whether the island that ends is part of it.
     """
     start = GPT.make(torch.float64)
-    copies = {n: GPT.make(torch.float64) for n in islands}
+    copies = {n: GPT.make(torch.float64) for n in numbers}
     slow = {name: p.detach().clone() for name, p in start.named_parameters()}
     momentum = {name: torch.zeros_like(p) for name, p in slow.items()}
     for step in range(steps):
@@ -244,10 +276,13 @@ def _simulated(ranks: int, islands: Sequence[int], steps: int, left: Sequence[in
                 (GPT.loss(copy, *GPT.micro_batch(rank, 0, step, torch.float64)) / ranks).backward()
             with torch.no_grad():
                 for p in copy.parameters():
+                    assert p.grad is not None
                     p -= 0.05 * p.grad
                     p.grad = None
         exchange = (step + 1) // EVERY if (step + 1) % EVERY == 0 else 0
-        if exchange and not (exchange == 2 and not counts):
+        if exchange == 2 and not takes_part:
+            copies = {n: copies[n] for n in left}
+        if exchange and (exchange != 2 or counts):
             _outer_step(copies, slow, momentum)
         if exchange == 2:
             copies = {n: copies[n] for n in left}
@@ -275,25 +310,23 @@ def survivors(started: Sequence[Future[list[Any]]]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["the holder", "another"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "victim"), [(moment, n) for moment in MOMENTS for n in (0, 1) if not n or moment != "as one was told"]
+)
 def test_an_island_is_killed_and_the_others_go_on_with_all_their_steps(
-    jobs: Jobs, meet: str, victim: int, moment: str
+    jobs: Jobs, meet: str, moment: str, victim: int
 ) -> None:
-    if moment == "as one was told" and victim:
-        pytest.skip("only the holder tells")
     counts, steps, left = MOMENTS[moment], 4 * EVERY, [n for n in range(3) if n != victim]
     outer = at(PLAIN, meet)
     found = survivors([jobs.start(_train_until_killed, outer, "zero3", 3, steps, victim, moment) for _ in "abc"])
-    three = moment != "before it is ready"
-    expected = _simulated(1, range(3), steps, left, counts) if three else None
+    takes_part = moment != "before it is ready"
+    expected = _simulated(1, range(3), steps, left, counts, takes_part)
     assert sorted(number for number, *_ in found) == left
     for _, weights, said, dropped in found:
         assert dropped == (not counts)
         assert differing(weights, found[0][1]) == []
         assert any(f"island {victim} of 3 left" in text and "2 go on" in text for text in said), said
-        if expected is not None:
-            assert max((weights[n] - p).abs().max().item() for n, p in expected.items()) <= TOLERANCE
+        assert max((weights[n] - p).abs().max().item() for n, p in expected.items()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the holder", "another"])
@@ -306,3 +339,54 @@ def test_one_island_of_two_goes_on(pairs: Jobs, meet: str, victim: int) -> None:
     assert [dropped for *_, dropped in found] == [1, 1]
     for _, weights, _, _ in found:
         assert max((weights[n] - p).abs().max().item() for n, p in expected.items()) <= TOLERANCE
+
+
+# --- towpath train ----------------------------------------------------------------------------------------------------
+
+
+def _config(meet: str, folder: Path, tokens: Path, **sections: dict[str, Any]) -> Config:
+    table = {"data": {"tokens": str(tokens)}, "log": {"folder": str(folder)}} | TINY
+    made: dict[str, Any] = {
+        name: table.get(name, {}) | sections.get(name, {}) for name in table.keys() | sections.keys()
+    }
+    return Config.from_dict(made | {"strategy": {"name": "zero3", "outer": {"every": EVERY, "meet": meet}}})
+
+
+def _run_train(config: Config) -> tuple[int, list[int], dict[str, bytes], str]:
+    """The number of the island, the first samples of its steps, its weights, and what it said."""
+    _without_delays()
+    err, read = io.StringIO(), list[int]()
+    with init_distributed() as job, contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        training = TrainingRun(config, job)
+        windows, batch = training.tokens.train, training.tokens.train.batch
+        windows.batch = lambda first, count: (read.append(first), batch(first, count))[1]  # type: ignore[method-assign]
+        step = training.train_step
+
+        def first_step() -> Any:
+            _await_others(training._islands, 2)
+            training.train_step = step  # type: ignore[method-assign]
+            return step()
+
+        training.train_step = first_step  # type: ignore[method-assign]
+        assert training.train() == 0
+        weights = {name: each.numpy().tobytes() for name, each in _weights(training).items()}
+        return training._islands.number, read, weights, err.getvalue()  # type: ignore[union-attr]
+
+
+def test_islands_that_towpath_train_runs_read_other_samples_and_end_with_the_same_weights(
+    jobs: Jobs, meet: str, tokens: Path, tmp_path: Path
+) -> None:
+    steps = {"steps": 8 * EVERY}
+    configs = [_config(meet, tmp_path / name, tokens, train=steps) for name in "ab"]
+    found = [each.result()[0] for each in [jobs.start(_run_train, config) for config in configs]]
+    (_, read, weights, _), (_, others, same, _) = found
+    assert weights == same
+    assert not set(read) & set(others)
+    assert len(set(read)) == len(read) and len(set(others)) == len(others)
+    for config, (number, samples, _, said) in zip(configs, found, strict=True):
+        rows = rows_of(config)
+        assert rows[-1]["islands"] == 2 and rows[-1]["exchanges_dropped"] == 0
+        assert rows[-1]["step"] == 8 * EVERY
+        assert len(samples) % len(rows) == 0
+        assert "island 1 joined at step" in said
+        assert (rows[0]["step"] == 1) == (number == 0)

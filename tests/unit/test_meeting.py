@@ -196,7 +196,7 @@ class Net:
         self.holder = min(self.nodes)
         mine = self.nodes[self.holder]
         state = {"next_number": 9, "next_block": 9, "last": mine.last}
-        expected = {n: "" for n in mine.members}
+        expected = dict.fromkeys(mine.members, "")
         self.register = Register(self.holder, state, expected, SILENCE, LATE, 0.0)
         for n in set(expected) - set(self.nodes):
             self.register.leave(n, "ended", 0.0)

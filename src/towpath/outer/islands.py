@@ -114,7 +114,6 @@ class IslandSync(OuterSync):
         self.say: Callable[[str], object] = _LOG.warning
         self.island: Island | None = None  # once this rank has met the others
         self.number = -1
-        self.present, self.dropped = 1, 0  # islands that train, at the last exchange; exchanges that were dropped
         self.next_block = 0  # the first period's worth of data that no island reads
         slices = max((fragment.rank_bytes for fragment in plan.fragments), default=0) * comm.groups.world
         self._timeout = timedelta(seconds=_SUM_SECONDS + 2 * slices / SLOWEST_RATE)
@@ -426,7 +425,6 @@ class IslandSync(OuterSync):
             self.say(text)
 
 
-@final
 class _Arriving:
     """The slow weights and the momentum that a newcomer's rank is sent. A thread receives them."""
 

@@ -57,6 +57,8 @@ class OuterSync:
             FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
         self._has_begun = False  # whether the slow weights have values
+        # The islands that train, and how many exchanges nobody applied. Both change only if islands come and go.
+        self.present, self.dropped = plan.strategy.islands, 0
         # Fragments that were applied, each with the end of its exchange, and the digest that is there then.
         self._unchecked: list[tuple[int, Handle, Tensor]] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
