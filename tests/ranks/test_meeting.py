@@ -6,14 +6,16 @@ Functions whose names begin with an underscore run on every rank of an island.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from tests.ranks.strategies import seldom
 from tests.ranks.test_outer import TOLERANCE
 from tests.ranks.test_train import TINY, _weights, rows_of, tokens
 from towpath import Outer, Topology, Transport
+from towpath.errors import ConfigError, StepError
 from towpath.outer import islands, meeting
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
@@ -59,9 +62,9 @@ class Jobs:
         self._ranks, self._pool = ranks, ThreadPoolExecutor(8)
         self.worlds: list[World] = []
 
-    def start(self, fn: Callable[..., Any], *args: Any) -> Future[list[Any]]:
+    def start(self, fn: Callable[..., Any], *args: Any, group_timeout: float = 60.0) -> Future[list[Any]]:
         """`fn(*args)` on each rank of a new island."""
-        world = World(self._ranks)
+        world = World(self._ranks, group_timeout)
         self.worlds.append(world)
         return self._pool.submit(world.run, fn, *args)
 
@@ -212,6 +215,10 @@ def _kill(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _end_at(moment: str, sync: Any) -> None:
     """Let this process be killed at a moment of the next exchange."""
     total, seat = sync._sum, sync._seat
@@ -259,6 +266,19 @@ def _train_until_killed(outer: Outer, label: str, count: int, steps: int, victim
     return run.sync.number, run.content(), run.said, run.sync.dropped
 
 
+def _descend(copies: dict[int, nn.Module], steps: Sequence[int], ranks: int = 1) -> None:
+    """Train each island on the batches of its number."""
+    for step in steps:
+        for number, model in copies.items():
+            for rank in range(number * ranks, (number + 1) * ranks):
+                (GPT.loss(model, *GPT.micro_batch(rank, 0, step, torch.float64)) / ranks).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p -= 0.05 * p.grad
+                    p.grad = None
+
+
 def _simulated(
     ranks: int, numbers: Sequence[int], steps: int, left: Sequence[int], counts: bool, takes_part: bool = True
 ) -> Any:
@@ -271,14 +291,7 @@ def _simulated(
     slow = {name: p.detach().clone() for name, p in start.named_parameters()}
     momentum = {name: torch.zeros_like(p) for name, p in slow.items()}
     for step in range(steps):
-        for number, copy in copies.items():
-            for rank in range(number * ranks, (number + 1) * ranks):
-                (GPT.loss(copy, *GPT.micro_batch(rank, 0, step, torch.float64)) / ranks).backward()
-            with torch.no_grad():
-                for p in copy.parameters():
-                    assert p.grad is not None
-                    p -= 0.05 * p.grad
-                    p.grad = None
+        _descend(copies, [step], ranks)
         exchange = (step + 1) // EVERY if (step + 1) % EVERY == 0 else 0
         if exchange == 2 and not takes_part:
             copies = {n: copies[n] for n in left}
@@ -290,13 +303,15 @@ def _simulated(
 
 
 @torch.no_grad()
-def _outer_step(copies: dict[int, nn.Module], slow: Any, momentum: Any) -> None:
+def _outer_step(copies: dict[int, nn.Module], slow: Any, momentum: Any, weights: dict[int, int] | None = None) -> None:
+    share = {n: (weights or dict.fromkeys(copies, 1))[n] for n in copies}
     for name in slow:
-        mean = sum(slow[name] - dict(copy.named_parameters())[name] for copy in copies.values()) / len(copies)
+        moved = [share[n] * (slow[name] - dict(each.named_parameters())[name]) for n, each in copies.items()]
+        mean = sum(moved) / sum(share.values())
         momentum[name] = 0.9 * momentum[name] + mean
         slow[name] -= 0.7 * (mean + 0.9 * momentum[name])
-        for copy in copies.values():
-            dict(copy.named_parameters())[name].copy_(slow[name])
+        for each in copies.values():
+            dict(each.named_parameters())[name].copy_(slow[name])
 
 
 def survivors(started: Sequence[Future[list[Any]]]) -> list[Any]:
@@ -390,3 +405,178 @@ def test_islands_that_towpath_train_runs_read_other_samples_and_end_with_the_sam
         assert len(samples) % len(rows) == 0
         assert "island 1 joined at step" in said
         assert (rows[0]["step"] == 1) == (number == 0)
+
+
+# --- newcomers --------------------------------------------------------------------------------------------------------
+
+
+def _train_while_another_joins(outer: Outer) -> Any:
+    """Train twelve steps. Another island joins after the eighth, whose exchange is dropped."""
+    run = _Training(outer, "zero3")
+    island, sync = towpath.meet_islands(run.model), run.sync
+    _await_others(sync, 2)
+    total = sync._sum
+
+    def fail_once(exchange: Any, fragment: int, go: Any) -> None:
+        if go["go"][0] == 2 * EVERY:
+            raise RuntimeError("no sum")
+        total(exchange, fragment, go)
+
+    if island.is_first:
+        sync._sum = fail_once
+    for step in range(island.step, 3 * EVERY):
+        run.step(island.number, step)
+    return island.number, island.step, run.content(), sync.dropped
+
+
+def test_islands_weigh_as_much_as_the_steps_since_their_last_result(jobs: Jobs, meet: str) -> None:
+    found = [each.result()[0] for each in [jobs.start(_train_while_another_joins, at(PLAIN, meet)) for _ in "ab"]]
+    assert sorted((number, step, dropped) for number, step, _, dropped in found) == [(0, 0, 1), (1, 2 * EVERY, 1)]
+    model = GPT.make(torch.float64)
+    first = {0: model}
+    slow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    momentum = {name: torch.zeros_like(p) for name, p in slow.items()}
+    _descend(first, range(EVERY))
+    _outer_step(first, slow, momentum)
+    second = {1: copy.deepcopy(model)}  # it has the slow weights of the last result
+    _descend(first, range(EVERY, 3 * EVERY))
+    _descend(second, range(2 * EVERY, 3 * EVERY))
+    _outer_step(first | second, slow, momentum, {0: 2 * EVERY, 1: EVERY})
+    for _, _, weights, _ in found:
+        assert max((weights[n] - p).abs().max().item() for n, p in slow.items()) <= TOLERANCE
+
+
+def _join(outer: Outer, damages: bool = False) -> Any:
+    """Begin with another island. The first one damages the slow weights that it sends first."""
+    run = _Training(outer, "zero3")
+    towpath.meet_islands(run.model)
+    pair, damaged = run.sync._pair, list[bool]()
+
+    def damage_once(*args: Any) -> Any:
+        group = pair(*args)
+        if damaged:
+            return group
+        damaged.append(True)
+
+        def send(chunks: Sequence[torch.Tensor], *to: int) -> Any:
+            return group.send([chunk + 1 for chunk in chunks], *to)
+
+        return SimpleNamespace(send=send)
+
+    if damages and run.sync.island.is_first:
+        run.sync._pair = damage_once
+    run.gather(2)
+    run.train(0, EVERY)
+    return run.sync.number, run.content(), run.said, run.sync.dropped
+
+
+def test_slow_weights_that_arrive_damaged_are_not_taken(jobs: Jobs, meet: str) -> None:
+    found = [each.result()[0] for each in [jobs.start(_join, at(PLAIN, meet), True) for _ in "ab"]]
+    assert sorted(number for number, *_ in found) == [0, 2], "it came again"
+    assert differing(found[0][1], found[1][1]) == []
+    assert any("another digest" in text for *_, said, _ in found for text in said)
+
+
+def _train_until_joined(outer: Outer, folder: Path) -> Any:
+    """Two islands train. When a third one comes, the second is killed while it sends its weights."""
+    run = _Training(outer, "zero3")
+    step = run.gather(2)
+    if run.sync.number == 1:
+        run.sync._send = _kill
+    else:
+        (folder / "two").touch()
+        _await_others(run.sync, 3)
+    while not any("island 3 joined" in text for text in run.said):
+        run.step(run.sync.number, step, lr=0.0)
+        step += 1
+        run.model.towpath_engine.sync_islands()
+    run.train(0, EVERY)
+    return run.content(), run.said
+
+
+def _join_when_there_are_two(outer: Outer, folder: Path) -> Any:
+    while not (folder / "two").exists():
+        time.sleep(0.01)
+    run = _Training(outer, "zero3")
+    towpath.meet_islands(run.model)
+    run.train(0, EVERY)
+    return run.content(), run.said
+
+
+def test_if_the_island_that_sends_its_weights_is_killed_another_one_sends_them(
+    jobs: Jobs, meet: str, tmp_path: Path
+) -> None:
+    outer = at(PLAIN, meet)
+    started = [jobs.start(_train_until_joined, outer, tmp_path) for _ in "ab"]
+    (first, said), (last, also_said) = survivors([*started, jobs.start(_join_when_there_are_two, outer, tmp_path)])
+    assert differing(first, last) == []
+    assert any("island 1 of " in text and "left" in text for text in said)
+    assert any("joining failed, and begins anew" in text for text in also_said)
+
+
+def _killed_as_donor(outer: Outer) -> Any:
+    run = _Training(outer, "zero3")
+    island = towpath.meet_islands(run.model)
+    if not (island.is_first and any("joining failed" in text for text in run.said)):
+        run.sync._send = _kill
+    _await_others(run.sync, 2 if not run.said else 1)
+    run.train(island.step, EVERY + 1)
+    return island.number, run.said
+
+
+def test_if_no_island_has_the_weights_any_more_a_newcomer_begins_a_run(jobs: Jobs, meet: str) -> None:
+    ((number, said),) = survivors([jobs.start(_killed_as_donor, at(PLAIN, meet)) for _ in "ab"])
+    assert number == 0
+    assert any("joining failed, and begins anew" in text for text in said)
+
+
+def _refused(outer: Outer, label: str = "zero3") -> str:
+    run = _Training(outer, label)
+    try:
+        towpath.meet_islands(run.model)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_with_other_settings_are_refused_with_both_values(jobs: Jobs, meet: str) -> None:
+    assert jobs.start(_refused, Outer(every=EVERY, meet=meet)).result() == [""]
+    (told,) = jobs.start(_refused, Outer(every=2 * EVERY, meet=meet)).result()
+    assert "cannot join" in told and f"outer.every is {2 * EVERY} here, and {EVERY} on the islands" in told
+
+
+def test_an_island_that_finds_nobody_says_where_it_looked(pairs: Jobs) -> None:
+    """On all of its ranks. It cannot begin a run, since the address is of no machine of its own."""
+    for told in pairs.start(_refused, Outer(every=EVERY, meet="192.0.2.1:29600"), "zero3", group_timeout=3.0).result():
+        assert "no island was found at 192.0.2.1:29600 in 3 s" in told
+
+
+# --- islands that stall -----------------------------------------------------------------------------------------------
+
+
+def _stall(outer: Outer, victim: int) -> Any:
+    """Train. One island is stopped in its second exchange, and goes on when the other one has ended."""
+    islands.SILENCE_SECONDS = islands._SUM_SECONDS = 3.0  # pyright: ignore[reportPrivateUsage]
+    run = _Training(outer, "zero3")
+    run.gather(2)
+    run.train(0, EVERY + 1)
+    mine = run.sync.number == victim
+    if mine:
+        run.sync._sum = _stop
+    try:
+        run.train(EVERY + 1, 10_000 if mine else 3 * EVERY)
+    except StepError as error:
+        return run.sync.number, str(error), run.said
+    return run.sync.number, "", run.said
+
+
+@pytest.mark.parametrize("victim", [seldom(0), 1])
+def test_an_island_that_stalls_is_left_behind_and_ends_when_it_goes_on(jobs: Jobs, meet: str, victim: int) -> None:
+    started = [jobs.start(_stall, at(PLAIN, meet), victim) for _ in "ab"]
+    done, (late,) = wait(started, return_when=FIRST_COMPLETED)
+    ((number, told, said),) = done.pop().result()
+    assert (number, told) == (1 - victim, "") and any(f"island {victim} of 2 left" in text for text in said)
+    for world in jobs.worlds:
+        os.kill(world._processes[0].pid, signal.SIGCONT)  # pyright: ignore[reportPrivateUsage]
+    ((number, told, _),) = late.result()
+    assert number == victim and "Start" in told

@@ -125,12 +125,14 @@ class Listener:
         self._looked = 0.0
         # The first address of `meet` that is this machine's and free, or -1. It is the one that newcomers find.
         self.place, self.port = -1, 0
-        self._listen()
+        self.listen()
         self._ends = False
         self._thread = start_daemon("towpath-islands", self._serve, self.close)
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
         """Listen at the first address of `meet` that is free here, or else anywhere."""
+        if self.place >= 0:
+            return
         for place, address in enumerate(self._meet):
             host, port = parsed(address)
             with suppress(OSError):
@@ -150,8 +152,7 @@ class Listener:
     def hold(self, register: Register, run: str) -> None:
         """Hold the register of a run from now on."""
         with self._lock:
-            if self.place < 0:
-                self._listen()
+            self.listen()
             self.register, self.run = register, run
 
     def close(self) -> None:
@@ -356,6 +357,7 @@ class Seat:
                     waits_for = min(waits_for, place) if place >= 0 else waits_for
                 if self._wire is not None:
                     break
+            self._listener.listen()  # an address may be free by now
             mine, now = self._listener.place, time.monotonic()
             if self._wire is None and mine >= 0 and now - alone_since > _ALONE_SECONDS and mine <= waits_for:
                 self._found(next_block)
