@@ -23,8 +23,6 @@ order, and trains on from the next multiple of `every`. It has no step to make u
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +33,7 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.collectives.select import group_rank, select
@@ -53,6 +49,7 @@ from towpath.outer.exchanges import SLOWEST_RATE, OuterPlan, plan_outer
 from towpath.outer.meeting import Seat
 from towpath.outer.register import Key, Message, key_of
 from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
+from towpath.topology.between_jobs import group_between_jobs, open_store
 from towpath.topology.groups import Groups, rendezvous_address
 from towpath.version import __version__
 
@@ -78,13 +75,13 @@ class Island:
         number: The number of the island. An island that returns gets another one.
         step: The optimizer steps of the run so far. The next step of this island is this one, counted from 0.
         is_first: Whether this island has begun the run.
-        sync: The outer steps of the model.
     """
 
     number: int
     step: int
     is_first: bool
-    sync: IslandSync
+    _every: int
+    _blocks: Mapping[int, int]
 
     def position(self, step: int) -> int:
         """Return the position of this island's step in the data, which no other island has: 0, 1, 2 and so on.
@@ -95,7 +92,7 @@ class Island:
         Args:
             step: An optimizer step, counted from 0, of the period that this island trains now, or of the next one.
         """
-        return self.sync.position(step)
+        return self._blocks[step - step % self._every] * self._every + step % self._every
 
 
 @final
@@ -142,10 +139,9 @@ class IslandSync(OuterSync):
         while True:
             self.number, is_first = self._together(self._join)
             if is_first:
-                every = self.plan.settings.every
-                period = step - step % every
-                self._blocks = {period + i * every: self.next_block + i for i in range(1 + _PERIODS_AHEAD)}
-                self.next_block += len(self._blocks)
+                period = step - step % self.plan.settings.every
+                first, self.next_block = self.next_block, self.next_block + 1 + _PERIODS_AHEAD
+                self._take_blocks(period, range(first, self.next_block))
                 break
             try:
                 step = self._catch_up()
@@ -154,16 +150,14 @@ class IslandSync(OuterSync):
                 self._say(f"joining failed, and begins anew: {error}")
                 self._together(self._leave)
                 time.sleep(1)
-        self.island = Island(self.number, step, is_first, self)
+        self.island = Island(self.number, step, is_first, self.plan.settings.every, self._blocks)
         return step
 
     def _join(self) -> tuple[int, bool]:
         settings, seconds = self.plan.settings, self._timeout.total_seconds()
-        if self._store is None:
-            self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         if self._seat is None:
             wait = self._comm.job.timeout.total_seconds()
-            port = self._store.port
+            self._store, port = open_store()
             self._seat = Seat(settings.meet, self.facts, port, SILENCE_SECONDS, 2 * seconds, wait)
         # A founder takes the blocks of its first periods.
         self._seat.join(self.next_block + 1 + _PERIODS_AHEAD, self.say)
@@ -233,9 +227,8 @@ class IslandSync(OuterSync):
         weight = step - self._since.get(fragment, step - every)
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
-        wanted = 0
-        if step % every == 0 and fragment == len(self._exchanges) - 1:
-            wanted = sum(step + i * every not in self._blocks for i in range(1 + _PERIODS_AHEAD))
+        ends_period = step % every == 0 and fragment == len(self._exchanges) - 1
+        wanted = len(self._missing_blocks(step)) if ends_period else 0
         return lambda _: self._exchange(key, weight, wanted)
 
     def _exchange(self, key: Key | None, weight: int, wanted: int) -> tuple[Key, list[int]]:
@@ -285,11 +278,18 @@ class IslandSync(OuterSync):
         for text in go["said"]:
             self._say(text)
         self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
-        every = self.plan.settings.every
-        missing = [key[0] + i * every for i in range(1 + _PERIODS_AHEAD) if key[0] + i * every not in self._blocks]
-        self._blocks = {s: b for s, b in self._blocks.items() if s >= key[0] - every}
-        self._blocks |= dict(zip(missing, blocks, strict=False))
+        self._take_blocks(key[0], blocks)
         self._donations += [(key[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
+
+    def _missing_blocks(self, step: int) -> list[int]:
+        """Return the periods from a step on for which this island has no data yet, by the steps before them."""
+        every = self.plan.settings.every
+        return [each for i in range(1 + _PERIODS_AHEAD) if (each := step + i * every) not in self._blocks]
+
+    def _take_blocks(self, step: int, blocks: Sequence[int]) -> None:
+        for period, block in zip(self._missing_blocks(step), blocks, strict=False):
+            self._blocks[period] = block
+            self._blocks.pop(period - 4 * self.plan.settings.every, None)  # is over
 
     def _sum(self, exchange: FragmentExchange, fragment: int, go: Message) -> None:
         """Replace the differences by their weighted mean over the islands."""
@@ -329,11 +329,6 @@ class IslandSync(OuterSync):
         super().resume(done, under_way)
         self._outcomes |= dict.fromkeys(under_way, True)
 
-    def position(self, step: int) -> int:
-        """Return the position of this island's step in the data."""
-        every = self.plan.settings.every
-        return self._blocks[step - step % every] * every + step % every
-
     # Groups -----------------------------------------------------------------------------------------------------------
 
     def _connect(self, go: Message, mine: int) -> None:
@@ -364,14 +359,7 @@ class IslandSync(OuterSync):
 
     def _group(self, message: Message, name: str, rank: int, size: int) -> Any:
         host, port = message["store"]
-        store = TCPStore(host, port, is_master=False, timeout=self._timeout)
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-        make = dist.ProcessGroupGloo.create_device
-        # The address by which the holder is reached, since a machine's own name may stand for one that nobody reaches.
-        options._devices = [make(interface=interface) if interface else make(hostname=_host_towards(host))]
-        options._timeout = self._timeout
-        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        return group_between_jobs(host, port, name, rank, size, self._timeout)
 
     def _donate(self, fragment: int) -> None:
         """Send the slow weights of now to the newcomers that the exchange of a fragment has admitted."""
@@ -472,14 +460,6 @@ def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[st
     facts["the digest of the model's parameters"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     facts["the type of the device"] = comm.device.type
     return facts
-
-
-def _host_towards(host: str) -> str:
-    """Return the address of this machine on the way to a host."""
-    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _digest(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,9 +20,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -31,6 +30,7 @@ from towpath.errors import ConfigError, StepError
 from towpath.outer.register import Message, Register
 
 _CONNECT_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0  # what listens is a thread, and a machine may be busy
 _PING_SECONDS = 1.0
 _PAUSE_SECONDS = 0.2
 # How long an island that begins a run looks for one that is there. It is longer than the pauses between two looks.
@@ -45,18 +45,16 @@ def parsed(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class _LostError(OSError):
-    """A connection has ended, or nothing was heard of its other end."""
-
-
 @final
 class Wire:
     """A connection that carries lines of JSON."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        sock.settimeout(_CONNECT_SECONDS)
+        sock.settimeout(_ANSWER_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number: int | None = None  # of the island at the other end, once it has one
+        self._read: list[Message] = []
         self._rest = b""
         self._sending = threading.Lock()
 
@@ -78,24 +76,30 @@ class Wire:
         with self._sending:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def read(self) -> Iterator[Message]:
-        """Yield the messages that one read brings. Raise `_LostError` if the connection has ended."""
+    def read(self) -> list[Message]:
+        """Return the messages that one read brings. Raise an OSError if the connection has ended."""
         found = self.sock.recv(1 << 16)
         if not found:
-            raise _LostError("the connection has ended")
+            raise ConnectionError("the connection has ended")
         *lines, self._rest = (self._rest + found).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if not isinstance(message, dict):
-                raise _LostError("another program answers")
-            yield message
+        return [json.loads(line) for line in lines]
+
+    def next(self) -> Message:
+        """Wait for the next message, and return it."""
+        while not self._read:
+            self._read = self.read()
+        return self._read.pop(0)
 
     def ask(self, message: Message) -> Message:
         """Send a message, and return the answer, which comes at once."""
         self.send(message)
-        while True:
-            for answer in self.read():
-                return answer
+        return self.next()
+
+    def has_ended(self) -> bool:
+        """Return whether the other end has closed the connection."""
+        with suppress(BlockingIOError):
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return False
 
     def close(self) -> None:
         with suppress(OSError):
@@ -121,8 +125,7 @@ class Listener:
         self.run = ""  # the name of the run that this island is in
         self.holder = ""  # the address of its holder, if that is another island
         self.invited = ""  # where a run is, which has found this island
-        self._look_thread: threading.Thread | None = None
-        self._looked = 0.0
+        self._looking: threading.Thread | None = None
         # The first address of `meet` that is this machine's and free, or -1. It is the one that newcomers find.
         self.place, self.port = -1, 0
         self.listen()
@@ -166,7 +169,7 @@ class Listener:
                 if key.data is None:
                     with suppress(OSError):
                         accepted, _ = key.fileobj.accept()  # pyright: ignore[reportAttributeAccessIssue]
-                        self._select.register(accepted, selectors.EVENT_READ, _Guest(Wire(accepted)))
+                        self._select.register(accepted, selectors.EVENT_READ, Wire(accepted))
                 else:
                     self._hear(key.data)
             with self._lock:
@@ -177,47 +180,44 @@ class Listener:
         for key in list(self._select.get_map().values()):
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
-    def _hear(self, guest: _Guest) -> None:
-        wire = guest.wire
+    def _hear(self, wire: Wire) -> None:
         try:
             for message in wire.read():
                 with self._lock:
-                    self._take(guest, message)
+                    self._take(wire, message)
                     self._send_answers()
-        except (OSError, ValueError, KeyError, TypeError) as error:  # it has ended, or is another program
-            self._forget(guest, "its connection has ended" if isinstance(error, OSError) else f"{error!r}")
+        except Exception as error:  # it has ended, or is another program
+            self._forget(wire, "its connection has ended" if isinstance(error, OSError) else repr(error))
 
-    def _forget(self, guest: _Guest, why: str) -> None:
+    def _forget(self, wire: Wire, why: str) -> None:
         with suppress(KeyError, ValueError):
-            self._select.unregister(guest.wire.sock)
-        guest.wire.close()
+            self._select.unregister(wire.sock)
+        wire.close()
         with self._lock:
-            number = guest.number
-            if number is not None and self._wires.get(number) is guest.wire:
+            number = wire.number
+            if number is not None and self._wires.get(number) is wire:
                 del self._wires[number]
                 if self.register is not None:
                     self.register.leave(number, why, time.monotonic())
                     self._send_answers()
 
-    def _take(self, guest: _Guest, message: Message) -> None:
-        now, wire = time.monotonic(), guest.wire
+    def _take(self, wire: Wire, message: Message) -> None:
+        now = time.monotonic()
         if "hello" in message:
-            wire.send(self._answer(guest, message, now))
+            wire.send(self._answer(wire, message, now))
         elif "look" in message:
             if not self.run:
                 self.invited = message["look"]["at"]
-            elif self.register is not None:
-                self._compare(message["look"])
-            wire.send({"run": self.run, "size": len(self.register.members)} if self.register else {})
-        elif "bye" in message and guest.number is not None and self.register is not None:
-            self._wires.pop(guest.number, None)
-            self.register.leave(guest.number, message["bye"], now)
-        elif guest.number is not None and self.register is not None:
-            self.register.hear(guest.number, message, now)
+            self._compare(message["look"])
+            wire.send(self._self())
+        elif "bye" in message and wire.number is not None and self.register is not None:
+            self._wires.pop(wire.number, None)
+            self.register.leave(wire.number, message["bye"], now)
+        elif wire.number is not None and self.register is not None:
+            self.register.hear(wire.number, message, now)
 
-    def _answer(self, guest: _Guest, hello: Message, now: float) -> Message:
+    def _answer(self, wire: Wire, hello: Message, now: float) -> Message:
         """Return the answer to an island that comes."""
-        wire = guest.wire
         if self.register is None:
             if not self.run:
                 return {"wait": self.place}
@@ -233,9 +233,9 @@ class Listener:
         if number is not None and number not in self.register.expected and number != self.register.number:
             return {"end": "the other islands went on without this one. Start it again, and it joins them."}
         host = wire.peer if not wire.peer.startswith(_LOCAL) else self._reachable()
-        guest.number = self.register.arrive(hello, f"{host}:{hello['port']}", now)
-        self._wires[guest.number] = wire
-        return {"welcome": guest.number, "run": self.run, "at": f"{wire.here}:{self.port}"}
+        wire.number = self.register.arrive(hello, f"{host}:{hello['port']}", now)
+        self._wires[wire.number] = wire
+        return {"welcome": wire.number, "run": self.run, "at": f"{wire.here}:{self.port}"}
 
     def _reachable(self) -> str:
         """Return the host of this machine as islands elsewhere reach it, if there are any."""
@@ -257,32 +257,32 @@ class Listener:
 
     def _look_around(self) -> None:
         """Look at the other addresses of `meet`: for islands that have found no run, and for another half of this."""
-        others = [address for place, address in enumerate(self._meet) if place != self.place]
-        is_due = time.monotonic() - self._looked >= _LOOK_SECONDS
-        if self.register is None or not others or not is_due or (self._look_thread and self._look_thread.is_alive()):
+        if self.register is None or (self._looking is not None and self._looking.is_alive()):
             return
-        self._looked = time.monotonic()
-        self._look_thread = start_daemon("towpath-islands-look", partial(self._look, others))
+        others = [address for place, address in enumerate(self._meet) if place != self.place]
+        self._looking = start_daemon("towpath-islands-look", partial(self._look, others))
 
     def _look(self, addresses: Sequence[str]) -> None:
         for address in addresses:
             with suppress(OSError, ValueError):
-                wire, register = Wire.to(address), self.register
-                size = len(register.members) if register is not None else 0
-                answer = wire.ask({"look": {"run": self.run, "size": size, "at": f"{wire.here}:{self.port}"}})
+                wire = Wire.to(address)
+                answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
                 wire.close()
-                if answer:
-                    with self._lock:
-                        self._compare(answer | {"at": address})
+                self._compare(answer | {"at": address})
+        time.sleep(_LOOK_SECONDS)
+
+    def _self(self) -> Message:
+        """Return what tells this run from another one, and which of two halves counts."""
+        return {"run": self.run, "facts": self._facts, "size": len(self.register.members) if self.register else 0}
 
     def _compare(self, other: Message) -> None:
         """End the islands of this register if the other half of the run is larger."""
-        register = self.register
-        if register is None or other["run"] == self.run or not other["run"] or not register.members:
+        register, mine = self.register, self._self()
+        if register is None or other["facts"] != self._facts or not other["size"] or not mine["size"]:
             return
-        if (other["size"], other["run"]) > (len(register.members), self.run):
+        if other["run"] != self.run and (other["size"], other["run"]) > (mine["size"], self.run):
             text = (
-                f"{other['size']} islands of another run are at {other['at']}, and {len(register.members)} here. Those "
+                f"{other['size']} islands of another run are at {other['at']}, and {mine['size']} here. Those "
                 "are more, or began later, and count. Start this one again, and it joins them."
             )
             register.answers += [(number, {"end": text}) for number in register.members]
@@ -293,14 +293,6 @@ class Listener:
 def _name(run: str) -> str:
     """Return the name of a run without the islands that held its register."""
     return run.partition(" ")[0]
-
-
-@dataclass(slots=True, eq=False)
-class _Guest:
-    """A connection that an island or a newcomer has made, and its number once it has one."""
-
-    wire: Wire
-    number: int | None = None
 
 
 @final
@@ -342,43 +334,37 @@ class Seat:
 
     def join(self, next_block: int, say: Callable[[str], object]) -> None:
         """Join the run that is there, or begin one. `next_block`: the first block of samples that a new run reads."""
-        until, alone_since, waits_for = time.monotonic() + self._wait, time.monotonic(), -1
-        targets = [*self._last.get("addresses", {}).values(), *self._meet]
-        self.number, said = -1, False
-        while self._wire is None:
-            waits_for, reached = len(self._meet), False
-            for address in [self._listener.invited, *targets]:
-                if not address or (address in self._meet and self._meet.index(address) == self._listener.place):
-                    continue
-                found = self._come_to(address)
-                if found is not None:
-                    reached = True
-                    place = found.get("wait", -1)
-                    waits_for = min(waits_for, place) if place >= 0 else waits_for
-                if self._wire is not None:
-                    break
-            self._listener.listen()  # an address may be free by now
-            mine, now = self._listener.place, time.monotonic()
-            if self._wire is None and mine >= 0 and now - alone_since > _ALONE_SECONDS and mine <= waits_for:
+        began, listener, said = time.monotonic(), self._listener, False
+        known = [*self._last.get("addresses", {}).values(), *self._meet]
+        while True:
+            mine = self._meet[listener.place] if listener.place >= 0 else ""
+            found = [self._come_to(each) or {} for each in (listener.invited, *known) if each not in ("", mine)]
+            if self._wire is not None:
+                break
+            waited = time.monotonic() - began
+            # Of several that have found nobody, the one at the first of the addresses begins.
+            first = min((each["wait"] for each in found if each.get("wait", -1) >= 0), default=len(self._meet))
+            if 0 <= listener.place <= first and waited > _ALONE_SECONDS:
                 self._found(next_block)
-            elif self._wire is None and now > until:
+                break
+            if waited > self._wait:
                 raise ConfigError(
                     f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this machine has none "
                     "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
                     "address of this machine, too."
                 )
-            elif self._wire is None:
-                if not said and not reached and mine < 0:
-                    say(f"waiting for an island at {', '.join(self._meet)}")
-                    said = True
-                time.sleep(_PAUSE_SECONDS)
+            if listener.place < 0 and not said:
+                say(f"waiting for an island at {', '.join(self._meet)}")
+                said = True
+            time.sleep(_PAUSE_SECONDS)
+            listener.listen()  # an address may be free by now
         start_daemon("towpath-islands-ping", self._ping, self.close)
 
     def _come_to(self, address: str, number: int | None = None) -> Message | None:
         """Say hello at an address, and follow where it leads. Return the answer, or None if there is none."""
         answer: Message | None = None
         with suppress(OSError, ValueError):
-            for _ in range(3):
+            for _ in range(3 if self._wire is None else 0):
                 wire = Wire.to(address)
                 hello = {"hello": True, "facts": self._facts, "port": self._listener.port, "number": number}
                 hello |= {"run": self._listener.run, "last": self._state.get("last"), "store": self._store}
@@ -438,7 +424,8 @@ class Seat:
                 self._asks = True
                 if message:
                     wire.send(message)
-                answer = self._next(wire)
+                # "pong" is but a sign of life.
+                answer = next(each for each in iter(wire.next, None) if "pong" not in each)
             except (OSError, ValueError):
                 self._fail_over(wire)
                 continue
@@ -446,13 +433,6 @@ class Seat:
                 self._asks = False
             self._note(answer)
             return answer
-
-    def _next(self, wire: Wire) -> Message:
-        """Return the next message that is more than a sign of life."""
-        while True:
-            for answer in wire.read():
-                if "pong" not in answer:
-                    return answer
 
     def _note(self, answer: Message) -> None:
         """Keep what this island would need to hold the register."""
@@ -474,17 +454,11 @@ class Seat:
                 return
             try:
                 wire.send({"ping": True})
-                if not self._asks:
-                    self._peek(wire)
+                if not self._asks and wire.has_ended():
+                    raise ConnectionError
             except OSError:
                 with suppress(StepError):  # the next exchange raises it again
                     self._fail_over(wire)
-
-    def _peek(self, wire: Wire) -> None:
-        """Raise if the holder has closed the connection."""
-        with suppress(BlockingIOError):
-            if wire.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
-                raise _LostError("the connection has ended")
 
     def _fail_over(self, lost: Wire) -> None:
         """Go on with another holder, or become it. `lost`: the connection that has ended."""
@@ -494,28 +468,28 @@ class Seat:
             lost.close()
             self._wire = None
             old, until = self._listener.holder, time.monotonic() + self._silence
-            known = {int(n): a for n, a in self._last.get("addresses", {}).items() if int(n) != self.number}
-            holder, trained = self._last.get("holder", -1), self._last.get("trained", [])
-            candidates = [known[n] for n in sorted(trained) if n in known and n != holder]
-            lower = [known[n] for n in sorted(trained) if n in known and n != holder and n < self.number]
-            may_hold = self.number in trained
-            while time.monotonic() < until:
+            known = {int(n): a for n, a in self._last.get("addresses", {}).items()}
+            # The next holder is the island with the lowest number that has the slow weights.
+            trained = sorted(set(self._last.get("trained", ())) - {self._last.get("holder")})
+            before = [n for n in trained if self.number not in trained or n < self.number]
+            while True:
                 # If the old holder is there, only the connection to it has ended, and it has noticed.
-                answers = [self._come_to(each, self.number) for each in (old, *(lower if may_hold else candidates))]
+                answers = [self._come_to(address, self.number) or {} for address in (old, *(known[n] for n in before))]
                 if self._wire is not None:
                     return
-                ends = [answer["end"] for answer in answers if answer and "end" in answer]
-                if ends:
+                if ends := [answer["end"] for answer in answers if "end" in answer]:
                     raise StepError(ends[0])
-                # Those that have not noticed yet still name the old holder.
-                if may_hold and not any(answer and "at" in answer for answer in answers[1:]):
-                    everyone = known | {self.number: ""}
-                    register = Register(self.number, self._state, everyone, self._silence, self._late, time.monotonic())
-                    register.leave(holder, "it held the meeting point, which another one does now", time.monotonic())
+                # An island that has not noticed yet still names the old holder.
+                if self.number in trained and not any("at" in answer for answer in answers[1:]):
+                    now = time.monotonic()
+                    register = Register(self.number, self._state, known, self._silence, self._late, now)
+                    register.leave(self._last["holder"], "it held the meeting point, which another one does now", now)
                     self._hold(register, f"{_name(self._listener.run)} {self.number}")
                     return
+                if time.monotonic() > until or not trained:
+                    break
                 time.sleep(_PAUSE_SECONDS)
         raise StepError(
-            f"this island lost the others: nobody answers at {', '.join([old, *candidates])}, of whom one would have "
-            "to hold the meeting point. Start it again, and it looks for them."
+            f"this island lost the others: nobody answers at {', '.join([old, *(known[n] for n in before)])}. One of "
+            "them would have to hold the meeting point. Start it again, and it looks for them."
         )

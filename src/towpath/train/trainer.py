@@ -180,7 +180,7 @@ class TrainingRun:
         """Train to the last step, or until a signal requests a stop. Return the exit code of the command."""
         config, state = self.config.train, self.state
         self.stop.steps_began = True
-        with CheckpointManager(self) as checkpoints, self._met(checkpoints), MetricsLogger(self) as metrics:
+        with CheckpointManager(self) as checkpoints, MetricsLogger(self._met(checkpoints)) as metrics:
             while state.step < config.steps and not state.stopped_by:
                 with metrics.traced(state.step + 1):
                     result = self.train_step()
@@ -199,13 +199,11 @@ class TrainingRun:
         metrics.print_summary()
         return 128 + state.stopped_by if state.stopped_by and state.step < config.steps else 0
 
-    @contextmanager
-    def _met(self, checkpoints: CheckpointManager) -> Generator[None]:
+    def _met(self, checkpoints: CheckpointManager) -> TrainingRun:
         """Join the other islands, if they come and go. Their weights and their step then replace the checkpoint's."""
-        if self._islands is None:
-            yield
-            return
         state, outer = self.state, self._islands
+        if outer is None:
+            return self
         # All samples that any island was given count as read.
         self._samples_of_period = self.config.train.batch * outer.plan.settings.every
         outer.next_block = -(-state.samples // self._samples_of_period)
@@ -218,7 +216,7 @@ class TrainingRun:
             state.step = self._island.step
             checkpoints.joined(state.step)
             torch.manual_seed(self.config.train.seed + 1 + self.job.rank + self._island.number * self.job.world)
-        yield
+        return self
 
     def _facts(self) -> dict[str, str]:
         """Return what the configurations of all islands must say."""
