@@ -455,12 +455,22 @@ class Engine:
             assert isinstance(parameter, ShardTensor)
             parameter.shard_spec.replica.is_a_stage = True
 
+    def meet_islands(self) -> None:
+        """Join the other islands, if they have launchers of their own. Go on after the step at which they are."""
+        if self.outer is not None and not self.outer.has_met:
+            self.begin()
+            self.tell_before_rewrite()
+            step = self.outer.meet(self.step)
+            if step != self.step:
+                self.go_to(step)
+
     def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.
 
         The first forward pass of the next step calls it, on every island, whether or not loss scaling skipped a step.
         `average`: Also average the weights of all islands.
         """
+        self.meet_islands()
         if self.outer is not None and (average or self.outer.steps.done < self.step):
             actions = self.outer.steps.advance(self.step)
             actions += self.outer.steps.average() if average else []
