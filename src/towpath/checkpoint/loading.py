@@ -5,18 +5,21 @@ Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns tha
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.manifest import read_manifest, step_of
+from towpath.checkpoint.manifest import NAME, Manifest, read_manifest, step_of
+from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 from towpath.progress import format_bytes
+from towpath.protect import timeline
 from towpath.protect.healing import Found, found_in_memory, restore
 from towpath.protect.snapshots import NodeRanks
 from towpath.topology.cluster import counted
@@ -57,6 +60,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
         CheckpointError: The checkpoint is of another model, or no checkpoint is usable, or `where` is a file or a
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
+    timeline.mark("asked")
     state.settle()
     everyone = state.local.everyone
     control = AllRanks(everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
@@ -118,6 +122,8 @@ def _age(candidate: tuple[int, bool, object]) -> tuple[int, bool]:
 
 def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes: Sequence[str]) -> Loaded:
     state.snapshot, sent, more = restore(found, state, ranks, control)
+    timeline.mark("restored")
+    timeline.begin(min((each for each in control.gather(ranks.noticed) if each is not None), default=None))
     about = f"it was in the memory of {counted(len(set(ranks.numbers)), 'node')}"
     if sent:
         about += f", and {format_bytes(sent)} were sent to nodes without it"
@@ -125,13 +131,30 @@ def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes
 
 
 def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
+    me = control.groups.rank
     manifest = control.on_rank_0(lambda: read_manifest(path))
-    control.each(lambda: manifest.check_sizes(path))
+    seen = control.gather((path / NAME).is_file)
+    control.each(lambda: manifest.check_sizes(path) if seen[me] else None)
     restoring = control.each(lambda: Restore(state, manifest))
-    storage.read(restoring.targets, path, restoring.manifest, control)
+    if all(seen):
+        storage.read(restoring.targets, path, restoring.manifest, control)
+    else:
+        _fetch(restoring, path, manifest, seen, control)
     control.each(restoring.check)
     state.snapshot = None
     return Loaded(manifest.step, path, (*notes, *control.each(restoring.finish)))
+
+
+def _fetch(restoring: Restore, path: Path, manifest: Manifest, seen: Sequence[bool], control: AllRanks) -> None:
+    """Load a checkpoint in a folder that only some ranks see. They send the others what these read."""
+    me, numbers = control.groups.rank, [0 if sees else 1 + rank for rank, sees in enumerate(seen)]
+    reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
+    needs = control.gather(lambda: reading.files)
+    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, needs, numbers, control)
+    with tempfile.TemporaryDirectory(prefix="towpath-") as own:
+        folder = path if seen[me] else Path(own)
+        control.each(lambda: move(moves, folder, manifest.files, control.groups))
+        control.each(lambda: reading.fill(folder))
 
 
 # --- without ranks ----------------------------------------------------------------------------------------------------
