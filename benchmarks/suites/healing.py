@@ -50,7 +50,7 @@ PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "publishin
 STRATEGIES = ("mics", "paro-iig")
 MODELS = {
     "tiny": ("model.width=64", "model.depth=2", "model.heads=4", "train.length=32"),
-    "17m": ("model.width=512", "model.depth=5", "model.heads=8", "train.length=32"),  # 17 million parameters
+    "17m": ("model.width=448", "model.depth=7", "model.heads=8", "train.length=32"),  # 17 million parameters
 }
 KILLS = 20
 PATIENCE_SECONDS = 600.0
