@@ -5,8 +5,9 @@
 Three nodes of two ranks run `towpath train` under `torchrun --max-restarts`, in a lab whose nodes have memory and a
 disk of their own. Every run loses one node: its network, its processes, its memory and its disk. The number of the run
 decides where in a step: forward, backward, optimizer, snapshot, exchange between buddies, its publishing, or while the
-job heals from a first loss. Seeded dice choose the rank and the step. In every second round of phases, the cable is
-cut first, so that the others see silence. Then the node is rebuilt, empty, and its torchrun started. At the end:
+ranks start again or load after a first loss. Seeded dice choose the rank and the step. In every second round of
+phases, the cable is cut first, so that the others see silence. Then the node is rebuilt, empty, and its torchrun
+started. At the end:
 
     every rank had the losses and the norms of an undisturbed run in each step,
     to the bit, also in steps that were taken twice
@@ -45,7 +46,7 @@ CABLE = "200mbit"
 EVERY = 10  # steps between snapshots
 STEPS = 40
 STEPS_BEFORE = range(EVERY + 1, STEPS - 4)
-PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "publishing", "healing")
+PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "publishing", "starting", "healing")
 STRATEGIES = ("mics", "paro-iig")
 MODELS = {
     "tiny": ("model.width=64", "model.depth=2", "model.heads=4", "train.length=32"),
@@ -89,11 +90,11 @@ class HealingCase:
         if self.keeps == "folder" and phase in PHASES[3:6]:
             phase = "optimizer"
         rank, step = dice.randrange(TOPOLOGY.world), dice.choice(STEPS_BEFORE)
-        if phase != "healing":
+        if phase not in PHASES[6:]:
             return [Loss(rank, phase, step, silent)]
         # The copies of what a node alone held are now on its buddy alone. So the second loss is that of the new node.
         again = TOPOLOGY.node_of(rank) * TOPOLOGY.ranks_per_node + dice.randrange(TOPOLOGY.ranks_per_node)
-        return [Loss(rank, dice.choice(PHASES[:3]), step, silent), Loss(again, "healing", 0, silent)]
+        return [Loss(rank, dice.choice(PHASES[:3]), step, silent), Loss(again, phase, 0, silent)]
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Train undisturbed, unless an earlier case has done that, and with losses, and compare."""

@@ -31,6 +31,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "snapshot": ("towpath.protect.snapshots:Snapshots._begin",),
     "exchange": ("towpath.protect.buddies:BuddyExchange.run",),
     "publishing": ("towpath.protect.snapshots:Snapshots._publish",),
+    "starting": ("towpath.train.job:init",),
     "healing": ("towpath.protect.healing:_move", "towpath.checkpoint:load"),
 }
 
@@ -140,7 +141,6 @@ def main() -> None:
     from towpath.cli.main import main as towpath
 
     drill.install()  # it imports torch
-
     drill.note("imported")
     sys.argv = ["towpath", *sys.argv[2:]]
     try:

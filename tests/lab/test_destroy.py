@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,31 @@ def test_each_node_has_memory_and_a_disk_of_its_own_until_it_is_destroyed(lab: L
     assert found_by_node(lab) == ["node0 found ['node0', 'node0']", "node1 found []"]
 
 
+def mounted_anywhere(device: int) -> list[str]:
+    """Return the processes that see a mount of this device."""
+    found: list[str] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f" {os.major(device)}:{os.minor(device)} " in (folder / "mountinfo").read_text():
+                found.append(folder.name)
+    return found
+
+
+def test_memory_and_disk_of_a_destroyed_node_are_mounted_nowhere(lab: Lab) -> None:
+    script = "import os, signal; print(*(os.stat(p).st_dev for p in ('/dev/shm', os.environ['DISK'])), flush=True)"
+    output = lab.run(["-c", script], env={"DISK": str(lab.disk)}, launcher="direct", capture=True).output or ""
+    before = {int(device) for device in output.split()}
+    assert len(before) == 4
+    with lab.start(["-c", "import signal; signal.pause()"], launcher="direct"):  # every node is in use
+        while {device for device in before if mounted_anywhere(device)} != before:
+            pass
+        lab.destroy(1)
+        lab.rebuild(1)
+        assert len([device for device in before if mounted_anywhere(device)]) == 2
+    lab.close()
+    assert not [device for device in before if mounted_anywhere(device)]
+
+
 @pytest.mark.parametrize("silent", [False, seldom(True)], ids=["told", "silent"])
 def test_a_destroyed_node_takes_its_daemons_along_and_no_other(lab: Lab, tmp_path: Path, silent: bool) -> None:
     token = f"token-{tmp_path}"
@@ -77,6 +103,7 @@ def test_a_destroyed_node_takes_its_daemons_along_and_no_other(lab: Lab, tmp_pat
         lab.run(["-c", "pass"], launcher="direct")
 
 
+@pytest.mark.parity
 def test_an_elastic_job_goes_on_with_a_rebuilt_node(lab: Lab, tmp_path: Path) -> None:
     # No rank imports torch. Those of the first start wait for the end of their node, or of a peer's.
     script = tmp_path / "script.py"

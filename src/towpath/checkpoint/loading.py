@@ -5,12 +5,14 @@ Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns tha
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.manifest import read_manifest, step_of
+from towpath.checkpoint.manifest import NAME, Manifest, read_manifest, step_of
+from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import State
@@ -125,13 +127,30 @@ def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes
 
 
 def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
+    me = control.groups.rank
     manifest = control.on_rank_0(lambda: read_manifest(path))
-    control.each(lambda: manifest.check_sizes(path))
+    seen = control.gather((path / NAME).is_file)
+    control.each(lambda: manifest.check_sizes(path) if seen[me] else None)
     restoring = control.each(lambda: Restore(state, manifest))
-    storage.read(restoring.targets, path, restoring.manifest, control)
+    if all(seen):
+        storage.read(restoring.targets, path, restoring.manifest, control)
+    else:
+        _fetch(restoring, path, manifest, seen, control)
     control.each(restoring.check)
     state.snapshot = None
     return Loaded(manifest.step, path, (*notes, *control.each(restoring.finish)))
+
+
+def _fetch(restoring: Restore, path: Path, manifest: Manifest, seen: Sequence[bool], control: AllRanks) -> None:
+    """Load a checkpoint in a folder that only some ranks see. They send the others what these read."""
+    me, numbers = control.groups.rank, [0 if sees else 1 + rank for rank, sees in enumerate(seen)]
+    reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
+    needs = control.gather(lambda: reading.files)
+    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, needs, numbers, control)
+    with tempfile.TemporaryDirectory(prefix="towpath-") as own:
+        folder = path if seen[me] else Path(own)
+        control.each(lambda: move(moves, folder, manifest.files, control.groups))
+        control.each(lambda: reading.fill(folder))
 
 
 # --- without ranks ----------------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ class Saver:
         """
         outcome = self.wait()
         if self._snapshots is not None:
-            self._snapshots.close()
+            self._snapshots.close(keep=outcome is not None and not outcome.ok)
             self._snapshots = None
         self._release()
         self._memory = StagingMemory()

@@ -40,6 +40,7 @@ from towpath.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from towpath.checkpoint.moving import Move, move
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.topology.together import AllRanks, check_same
@@ -108,17 +109,34 @@ def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: A
                 )
             return stack.enter_context(folders.new_partial(root, step))
 
-    def publish(ranks: list[Written]) -> None:
+    def write_mine() -> tuple[Written, bool]:
+        if here != partial:
+            here.mkdir(parents=True)
+        return write_files(here / f"rank-{me:05d}", items), here == partial
+
+    def publish() -> None:
         assert isinstance(items, WriteItems)
         with writing(partial):
-            complete(partial, step, ranks, items.strategy)
+            complete(partial, step, [each for each, _ in written], items.strategy)
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
+    me = control.groups.rank
     with ExitStack() as stack:
         partial = control.combine(announce, prepare)
-        stem = partial / f"rank-{control.groups.rank:05d}"
-        control.combine(lambda: write_files(stem, items), publish)
+        # A rank that does not see the folder writes on its own node, and sends its files to rank 0.
+        here = partial if partial.is_dir() else partial.with_name(f"{partial.name}_{me}")
+        if here != partial:
+            stack.callback(shutil.rmtree, here, ignore_errors=True)
+        written = control.gather(write_mine)
+        moves = [
+            Move(name, rank, 0)
+            for rank, ((files, _, _), is_there) in enumerate(written)
+            for name in (() if is_there else files)
+        ]
+        stored = {name: file for (files, _, _), _ in written for name, file in files.items()}
+        control.each(lambda: move(moves, here, stored, control.groups))
+        control.on_rank_0(publish)
 
 
 def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> None:
@@ -191,10 +209,7 @@ def write_files(stem: Path, items: WriteItems | str) -> Written:
     """Write this rank's files: one for the states of the optimizer, and one for everything else."""
     assert isinstance(items, WriteItems)
     if not stem.parent.is_dir():
-        raise CheckpointError(
-            f"{stem.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes share, "
-            "and must not be removed meanwhile."
-        )
+        raise CheckpointError(f"{stem.parent} is gone. Do not remove the folder of checkpoints meanwhile.")
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, pieces in items.pieces.items():

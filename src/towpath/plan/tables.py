@@ -211,7 +211,7 @@ def protection(steps: Sequence[Prediction], solver: Solver) -> Iterator[str]:
         told = f"sends {sent:.3g} GB a step from each node to its buddy" if sent else "sends nothing"
         yield (
             f"With protect={facts['every']}, {steps[0].strategy.name} {told}, takes {memory:,.0f} GiB of a node's "
-            f"memory, and heals in about {seconds(facts['heal_seconds'])}."
+            f"memory, and heals in about {facts['heal_seconds']:.0f} seconds."
         )
 
 

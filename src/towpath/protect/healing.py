@@ -10,21 +10,15 @@ damaged file, the copy of another node is used.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
 
 from towpath.checkpoint import storage
 from towpath.checkpoint.manifest import NAME, Manifest, read_manifest, write_manifest
+from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
-from towpath.checkpoint.safe_files import DamagedError, writing
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -33,10 +27,6 @@ from towpath.protect.snapshots import NodeRanks, run_of
 from towpath.topology.together import AllRanks
 
 _LOG = logger("protect")
-_PIECE_BYTES = 16 << 20
-_NAMED_FILES = 3
-
-Value = TypeVar("Value")
 
 # A snapshot on a node: its run, its step, the digest of its manifest, the names of its files, and those that are here.
 Listed = tuple[str, int, str, list[str], list[str]]
@@ -52,22 +42,13 @@ class Found:
     homes: dict[str, set[int]] = field(repr=False)  # by file, the nodes that have it
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A file that one rank sends to another, whose node lacks it."""
-
-    name: str
-    sender: int
-    receiver: int
-
-
 def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
     """Return the snapshots in the memory of all nodes, newest first. Every rank must call it.
 
     Raises:
         CheckpointError: Nodes have snapshots of different runs, and it is not clear which one this is.
     """
-    listed = _gathered(control, lambda: _listed(ranks.memory) if ranks.leads else [])
+    listed = control.gather(lambda: _listed(ranks.memory) if ranks.leads else [])
     nodes_of_run = Counter(run for of_rank in listed for run in {run for run, *_ in of_rank})
     runs = [run for run, nodes in nodes_of_run.items() if nodes == max(nodes_of_run.values())]
     if len(runs) > 1:
@@ -114,19 +95,19 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     """
     me, memory = control.groups.rank, ranks.memory
     folder = memory.folder_of(found.step)
-    manifest = _gathered(control, lambda: read_manifest(folder) if me == found.source else None)[found.source]
+    manifest = control.gather(lambda: read_manifest(folder) if me == found.source else None)[found.source]
     assert manifest is not None
     restoring = control.each(lambda: Restore(state, manifest))
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
-    needs = _gathered(control, lambda: reading.files)
-    moves = _planned(found, manifest, needs, ranks, control)
+    needs = control.gather(lambda: reading.files)
+    moves = plan_moves(found.homes, manifest, folder, needs, ranks.numbers, control)
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
-    is_new = _gathered(control, lambda: ranks.leads and not _holds(folder, found.digest))
+    is_new = control.gather(lambda: ranks.leads and not _holds(folder, found.digest))
     lacking = {ranks.numbers[rank] for rank, new in enumerate(is_new) if new}
     here = memory.folder_of(found.step, ".partial") if ranks.numbers[me] in lacking else folder
     control.each(lambda: here.mkdir(mode=0o700, exist_ok=True))
-    control.each(lambda: _move(moves, here, manifest, control))
+    control.each(lambda: move(moves, here, manifest.files, control.groups))
     control.each(lambda: _complete(found.step, here, folder, manifest, memory) if ranks.leads else None)
     control.each(lambda: reading.fill(folder))
     control.each(restoring.check)
@@ -145,81 +126,3 @@ def _complete(step: int, here: Path, folder: Path, manifest: Manifest, memory: N
     if here != folder:
         write_manifest(here, manifest)
         memory.publish(step)
-
-
-def _planned(
-    found: Found, manifest: Manifest, needs: Sequence[set[str]], ranks: NodeRanks, control: AllRanks
-) -> list[Move]:
-    """Return which files are sent to nodes whose ranks read them. Every copy that is used was read and is whole."""
-    numbers, homes = ranks.numbers, {name: set(nodes) for name, nodes in found.homes.items()}
-    on_node = {node: [r for r, each in enumerate(numbers) if each == node] for node in set(numbers)}
-    needed = sorted({(numbers[rank], name) for rank, names in enumerate(needs) for name in names})
-    whole: set[tuple[int, str]] = set()
-    while True:
-        load, chosen = Counter[int](), dict[tuple[int, str], int]()
-        if lost := sorted({name for _, name in needed if not homes[name]}):
-            raise DamagedError(
-                f"no node has a whole copy of {', '.join(lost[:_NAMED_FILES])}{'…' if len(lost) > _NAMED_FILES else ''}"
-                ": the nodes that held them and their buddies are lost, or their memory is damaged."
-            )
-        for node, name in needed:
-            home = node if node in homes[name] else min(homes[name], key=lambda each: (load[each], each))
-            load[home] += manifest.files[name].bytes if home != node else 0
-            chosen[node, name] = home
-        unchecked = sorted({(home, name) for (_, name), home in chosen.items()} - whole)
-        if not unchecked:
-            break
-        mine = [
-            (home, name)
-            for i, (home, name) in enumerate(unchecked)
-            if on_node[home][i % len(on_node[home])] == control.groups.rank
-        ]
-        for damaged in _gathered(control, partial(_damaged, mine, ranks.memory.folder_of(found.step), manifest)):
-            for home, name in damaged:
-                homes[name].discard(home)
-                _LOG.error("%s IN THE MEMORY OF NODE %d IS DAMAGED. Trying another copy.", name, home)
-        whole |= {(home, name) for home, name in unchecked if home in homes[name]}
-    return [
-        Move(name, on_node[home][i % len(on_node[home])], on_node[node][i % len(on_node[node])])
-        for i, ((node, name), home) in enumerate(chosen.items())
-        if home != node
-    ]
-
-
-def _damaged(files: Sequence[tuple[int, str]], folder: Path, manifest: Manifest) -> list[tuple[int, str]]:
-    """Return those of this node's `files` that are not as they were written."""
-    found: list[tuple[int, str]] = []
-    for node, name in files:
-        try:
-            manifest.check_file(folder, name)
-        except DamagedError:
-            found.append((node, name))
-    return found
-
-
-def _move(moves: Sequence[Move], here: Path, manifest: Manifest, control: AllRanks) -> None:
-    """Send and receive files. All ranks go through the moves in one order, so no two ranks wait for each other."""
-    me, group = control.groups.rank, control.groups.parent
-    for move in moves:
-        size, path = manifest.files[move.name].bytes, here / move.name
-        if move.sender == me:
-            octets = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-            for piece in octets.split(_PIECE_BYTES):
-                dist.send(piece, group=group, group_dst=move.receiver)
-        elif move.receiver == me:
-            crc, arriving = 0, path.with_name(f"{move.name}.arriving")
-            with writing(path), arriving.open("wb") as file:
-                for start in range(0, size, _PIECE_BYTES):
-                    piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
-                    dist.recv(piece, group=group, group_src=move.sender)
-                    arrived: Any = piece.numpy()
-                    crc = zlib.crc32(arrived, crc)
-                    file.write(arrived)
-            if crc != manifest.files[move.name].crc32:
-                raise DamagedError(f"{path}, which rank {move.sender} has sent, did not arrive as it was sent.")
-            arriving.replace(path)
-
-
-def _gathered(control: AllRanks, work: Callable[[], Value]) -> list[Value]:
-    """Return what `work` returns on every rank, by rank. If it fails on one, all raise its error."""
-    return control.groups.all_gather_objects(control.each(work))

@@ -149,11 +149,11 @@ class Snapshots:
         if self._snapshot is not None:
             self._snapshot.before_step()
 
-    def close(self) -> None:
-        """End, and leave no snapshot in memory: the training has ended as it should. Every rank must call it."""
+    def close(self, *, keep: bool) -> None:
+        """End, and remove the snapshots unless they are to be kept. Every rank must call it."""
         self.wait()
         self._control.each(lambda: None)  # no node removes what another one needs
-        if self._ranks.leads:
+        if self._ranks.leads and not keep:
             self._memory.close()
         self._memory.release()
 
