@@ -45,7 +45,11 @@ FEATURES = (
     _feature("codec kernels", unit="codecs native_codecs registered_codecs triton_codecs"),
     _feature("compressed training", ranks="codecs encoded_training low_rank", unit="encoded_transports low_rank"),
     _feature("exact transport", ranks="exact exact_features", unit="exact_codecs exact_transports"),
-    _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
+    _feature(
+        "outer steps",
+        ranks="meeting outer outer_checkpoints outer_faults outer_features train_outer",
+        unit="meeting outer",
+    ),
     _feature("offload of weights and optimizer", ranks="offload", unit="offload"),
     _feature("offload of activations", ranks="offloaded_activations", unit="saved_activations"),
     _feature("mixed precision and loss scaling", ranks="float8 precision"),

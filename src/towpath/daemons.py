@@ -35,6 +35,11 @@ def note_error() -> None:
     _ends_in_error = True
 
 
+def ends_in_error() -> bool:
+    """Return at exit whether this program ends in an error."""
+    return _ends_in_error or hasattr(sys, "last_value")
+
+
 def start_daemon(name: str, work: Callable[[], object], stop: Callable[[], object] = lambda: None) -> threading.Thread:
     """Start a thread that calls `work`, and at exit calls `stop` to let it end. By default it ends by itself."""
     thread = threading.Thread(target=work, name=name, daemon=True)
@@ -47,7 +52,7 @@ def start_daemon(name: str, work: Callable[[], object], stop: Callable[[], objec
 def _end_daemons() -> None:
     for thread in _alive():
         _STOPS[thread]()
-    in_error = _ends_in_error or hasattr(sys, "last_value")
+    in_error = ends_in_error()
     until = time.monotonic() + (_LIMIT_AFTER_ERROR_SECONDS if in_error else _LIMIT_SECONDS)
     while (alive := _alive()) and (left := until - time.monotonic()) > 0:  # each may have started another one
         alive[0].join(left)

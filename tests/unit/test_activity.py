@@ -324,3 +324,29 @@ def test_a_program_that_ends_in_an_error_does_not_wait_for_a_thread_that_never_e
     with pytest.raises(SystemExit, match="1"):
         daemons._end_daemons()
     ends.set()
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "is lost"])
+def test_only_a_rank_that_is_lost_ends_a_rank_that_waits_where_it_cannot_raise(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("towpath.engine.agree.watchdog.ends_in_error", lambda: False)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._RAISE_SECONDS", -1.0)
+    monkeypatch.setattr(os, "_exit", leave)
+    first, second = Two(lambda _: None).neighbors()
+    watchdog: Any = object.__new__(Watchdog)
+    watchdog.number = watchdog.first = 0
+    watchdog.status, watchdog._next_rank, watchdog._protected = RankStatus(), first, True
+    watchdog._has_raised, watchdog._stuck = False, None
+    if leaves:
+        second.take_leave()
+    _end_process(second)
+    while not first.is_gone:
+        pass
+    watchdog.end_if_stuck()  # it notes when
+    with nullcontext() if leaves else pytest.raises(SystemExit):
+        watchdog.end_if_stuck()
+    _end_process(first)

@@ -19,6 +19,7 @@ from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 from towpath.progress import format_bytes
+from towpath.protect import timeline
 from towpath.protect.healing import Found, found_in_memory, restore
 from towpath.protect.snapshots import NodeRanks
 from towpath.topology.cluster import counted
@@ -59,6 +60,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
         CheckpointError: The checkpoint is of another model, or no checkpoint is usable, or `where` is a file or a
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
+    timeline.mark("asked")
     state.settle()
     everyone = state.local.everyone
     control = AllRanks(everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
@@ -120,6 +122,8 @@ def _age(candidate: tuple[int, bool, object]) -> tuple[int, bool]:
 
 def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes: Sequence[str]) -> Loaded:
     state.snapshot, sent, more = restore(found, state, ranks, control)
+    timeline.mark("restored")
+    timeline.begin(min((each for each in control.gather(ranks.noticed) if each is not None), default=None))
     about = f"it was in the memory of {counted(len(set(ranks.numbers)), 'node')}"
     if sent:
         about += f", and {format_bytes(sent)} were sent to nodes without it"

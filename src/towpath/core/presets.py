@@ -283,7 +283,7 @@ def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Top
         return None, topology
     if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
-    if outer.islands is None and topology.nodes == 1:
+    if outer.islands is None and topology.nodes == 1 and not outer.meet:
         warnings.warn(
             f"outer= is left out: {topology.words} is one island, and has no other to synchronize with. Training is "
             "synchronous, as without outer=. Start more nodes, or pass Outer(islands=1) to step the outer optimizer "

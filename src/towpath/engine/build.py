@@ -43,6 +43,7 @@ from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 from towpath.logs import logger
 from towpath.outer.exchanges import plan_outer
+from towpath.outer.islands import IslandSync
 from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
@@ -212,7 +213,9 @@ def build(
         with together(job):
             if source.failure is not None:
                 raise source.failure
-    synced = None if outer is None else OuterSync(outer, units, comm)
+    synced = None
+    if outer is not None:
+        synced = (IslandSync if outer.settings.meet else OuterSync)(outer, units, comm)
     return Engine(strategy, precision, units, comm, writes, synced)
 
 

@@ -49,6 +49,9 @@ class Outer:
         nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
         nccl: Whether GPUs exchange over NCCL. By default, exchanges are sent over gloo from host memory, so that they
             take no GPU's processors. Use NCCL where more than 10 Gbit/s connect two islands. `towpath plan` does so.
+        meet: For islands that come and go, each with a launcher of its own: the addresses at which they find each
+            other, as HOST:PORT, with commas between. The first island must be on one of the hosts. The job is then one
+            island.
     """
 
     every: int
@@ -61,6 +64,7 @@ class Outer:
     islands: int | None = None
     nodes_per_rack: int | None = None
     nccl: bool = False
+    meet: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("islands", 1)):
@@ -74,6 +78,7 @@ class Outer:
                 raise ConfigError(f"Outer: {name} is {bound}; got {value!r}.")
         if type(self.nccl) is not bool:
             raise ConfigError(f"Outer: nccl is True or False; got {self.nccl!r}.")
+        self._check_meet()
         if self.delay >= self.every:
             raise ConfigError(
                 f"Outer: delay={self.delay} with every={self.every}: the next exchange of the same weights would begin "
@@ -85,6 +90,22 @@ class Outer:
                 f"Take at most {self.every} fragments."
             )
         self._check_transport()
+
+    def _check_meet(self) -> None:
+        if not isinstance(self.meet, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"Outer: meet is text, such as 'HOST:29600'; got {self.meet!r}.")
+        for address in self.meet.split(",") if self.meet else ():
+            host, _, port = address.strip().rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+                raise ConfigError(
+                    f"Outer: meet has HOST:PORT, or several with commas between; got {address.strip()!r}."
+                )
+        if self.meet and (self.islands or 1) > 1:
+            raise ConfigError(
+                f"Outer: islands={self.islands} with meet={self.meet!r}: each job is one island. Leave islands out."
+            )
+        if self.meet and self.nccl:
+            raise ConfigError("Outer: nccl=True with meet: these exchanges are sent over gloo. Leave nccl out.")
 
     def _check_transport(self) -> None:
         transport = self.transport
@@ -113,7 +134,7 @@ class Outer:
         Raises:
             ConfigError: If islands would not consist of equally many whole nodes.
         """
-        islands = topology.nodes if self.islands is None else self.islands
+        islands = 1 if self.meet else topology.nodes if self.islands is None else self.islands
         if topology.nodes % islands:
             choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)
             raise ConfigError(
@@ -146,7 +167,8 @@ class Outer:
         delay = f", applied {counted(self.delay, 'step')} later" if self.delay else ""
         blend = f", blend {self.blend:g}" if self.blend else ""
         optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
-        return f"every {counted(self.every, 'step')}{parts}{delay}{blend}, {optimizer} ({self.transport})"
+        meet = f", with the islands at {self.meet}" if self.meet else ""
+        return f"every {counted(self.every, 'step')}{parts}{delay}{blend}, {optimizer} ({self.transport}){meet}"
 
 
 def outer_transport(codec: str) -> Transport:

@@ -13,9 +13,12 @@ has a complete one.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,6 +33,7 @@ from towpath.checkpoint.storage import DivergedError, WriteItems, Written
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
+from towpath.protect import timeline
 from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, plan_files
 from towpath.protect.keeper import start_keeper
 from towpath.protect.memory import NodeMemory, memory_of
@@ -37,6 +41,7 @@ from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks, check_same, described
 
 _LOG = logger("protect")
+NOTICED = "noticed"  # the note with the time of a loss
 
 # What a rank tells before it writes: the step, the bytes of what only its node has and of the rest, the lines that must
 # be the same on all ranks of its island, and its island.
@@ -60,6 +65,13 @@ class NodeRanks:
         """The number of each rank's node."""
         order = list(dict.fromkeys(self.nodes))
         return [order.index(node) for node in self.nodes]
+
+    def noticed(self) -> float | None:
+        """Return when this node noticed that another one is lost, or None, and forget it."""
+        found = self.memory.noted(NOTICED)
+        if self.leads:
+            self.memory.forget(NOTICED)
+        return found
 
     def forget(self) -> None:
         """Remove the snapshots on this node."""
@@ -91,7 +103,10 @@ class Snapshots:
         self._awaited = threading.Event()  # whether training waits for the snapshot
         self._step = 0
         self.sent_bytes = 0  # so far, to the buddy
+        self._heals = state.snapshot is not None
         state.add_saver(self)
+        for engine in self._engines:
+            engine.has_snapshots = True
         self._control.each(self._open)
         self._name = self._control.on_rank_0(self._run)
 
@@ -105,6 +120,12 @@ class Snapshots:
                     self._memory.remove(step_of(path))
             start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
         self._base = None if loaded is None else step_of(loaded)
+        atexit.register(self._note_end)
+
+    def _note_end(self) -> None:
+        """Note when this rank has ended in the middle of the training: it has noticed that another one is lost."""
+        with suppress(OSError):
+            self._memory.note(NOTICED, time.time(), first=True)
 
     def _run(self) -> str:
         """Return the name of this run: that of the snapshot which was loaded, or a new one."""
@@ -125,6 +146,14 @@ class Snapshots:
             CheckpointError: Replicas have diverged, or the first snapshot could not be taken. Every rank raises it.
         """
         self._step = step
+        if self._heals and step != self._base:
+            self._heals = False
+            timeline.mark("stepped")
+            if self._everyone.rank == 0 and (parts := timeline.seconds()):
+                text = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+                _LOG.warning(
+                    "healed: the next step came %.1f s after a loss was noticed (%s)", sum(parts.values()), text
+                )
         if step % self._every == 0:
             self.wait()
             self._begin(step)
@@ -152,6 +181,7 @@ class Snapshots:
     def close(self, *, keep: bool) -> None:
         """End, and remove the snapshots unless they are to be kept. Every rank must call it."""
         self.wait()
+        atexit.unregister(self._note_end)
         self._control.each(lambda: None)  # no node removes what another one needs
         if self._ranks.leads and not keep:
             self._memory.close()

@@ -172,6 +172,7 @@ class OuterConfig(Section):
     delay: int = key(0, "steps that an exchange may take while training goes on")
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
+    meet: str = key("", "HOST:PORT where islands meet that come and go, each started by itself")
 
     def check(self) -> None:
         if not self.every:
@@ -184,7 +185,8 @@ class OuterConfig(Section):
             return None
         try:
             transport = outer_transport(self.codec)
-            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=self.islands or None)
+            islands = self.islands or None
+            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=islands, meet=self.meet)
         except ConfigError as error:
             raise ConfigError(f"[strategy.outer]: {error}") from None
 
