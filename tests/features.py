@@ -45,7 +45,11 @@ FEATURES = (
     _feature("codec kernels", unit="codecs native_codecs registered_codecs triton_codecs"),
     _feature("compressed training", ranks="codecs encoded_training low_rank", unit="encoded_transports low_rank"),
     _feature("exact transport", ranks="exact exact_features", unit="exact_codecs exact_transports"),
-    _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
+    _feature(
+        "outer steps",
+        ranks="meeting outer outer_checkpoints outer_faults outer_features train_outer",
+        unit="meeting outer",
+    ),
     _feature("offload of weights and optimizer", ranks="offload", unit="offload"),
     _feature("offload of activations", ranks="offloaded_activations", unit="saved_activations"),
     _feature("mixed precision and loss scaling", ranks="float8 precision"),
@@ -56,7 +60,7 @@ FEATURES = (
         ranks="checkpoint resume soak state_dicts stateful_loader",
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
-    _feature("recovery from a lost node", unit="keeper protect_memory warm"),
+    _feature("recovery from a lost node", unit="keeper protect_memory protection warm"),
     _feature(
         "pipelines",
         lab="pipeline_bytes",
@@ -92,7 +96,7 @@ FEATURES = (
 
 OTHER = _files(
     fake_cuda="device",
-    lab="clusters command lab lab_page leftovers",
+    lab="clusters command destroy lab lab_page leftovers",
     ranks="""
             bench_failures demo examples gpu_script install pages server train train_command train_models
         """,

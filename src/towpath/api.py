@@ -50,6 +50,7 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
+from towpath.outer.islands import Island, IslandSync
 from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
@@ -430,6 +431,34 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
     groups = engine_of(model).comm.groups
     for buffer in model.buffers():
         groups.broadcast(buffer, rank)
+
+
+def meet_islands(model: nn.Module) -> Island:
+    """Join the islands that are there, or begin a run if there are none. Every rank must call it.
+
+    It is for a strategy with `Outer(meet=…)`. Call it after `shard`, and after a checkpoint was loaded. An island that
+    joins takes the slow weights of another one in place of its own, and begins at the step where the others are. If it
+    is not called, the first forward pass with gradients does it.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Returns:
+        The island's number, the optimizer steps that are done, and which part of the data it reads.
+
+    Raises:
+        ConfigError: The strategy has no islands that come and go, or the other islands have another model or other
+            settings. Or no island was found, and this machine cannot begin a run.
+    """
+    engine = engine_of(model)
+    if not isinstance(engine.outer, IslandSync):
+        raise ConfigError(
+            "meet_islands: the strategy has no islands that come and go. Pass outer=towpath.Outer(every=…, "
+            "meet='HOST:PORT')."
+        )
+    engine.meet_islands()
+    assert engine.outer.island is not None
+    return engine.outer.island
 
 
 def average_islands(model: nn.Module) -> None:

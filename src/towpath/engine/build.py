@@ -43,6 +43,7 @@ from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 from towpath.logs import logger
 from towpath.outer.exchanges import plan_outer
+from towpath.outer.islands import IslandSync
 from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
@@ -140,7 +141,7 @@ def build(
     # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
-    comm = CommContext(groups, device_of(model.parameters(), groups), log, job)
+    comm = CommContext(groups, device_of(model.parameters(), groups), log, job, strategy.protect is not None)
     places = [place for layout in layouts for place in layout.places]
     mesh = mesh_of([place.parallel for place in places if place.parallel is not None])
     if mesh.groups and (
@@ -212,7 +213,9 @@ def build(
         with together(job):
             if source.failure is not None:
                 raise source.failure
-    synced = None if outer is None else OuterSync(outer, units, comm)
+    synced = None
+    if outer is not None:
+        synced = (IslandSync if outer.settings.meet else OuterSync)(outer, units, comm)
     return Engine(strategy, precision, units, comm, writes, synced)
 
 

@@ -107,6 +107,8 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
+        self.has_snapshots = False  # whether the training is protected as the strategy says
+        self._unprotected = 0  # the number of boundaries without
         self._writes_before_step = -1  # their number at the last boundary
         self.outer = outer
         self._changes = strategy.changes
@@ -453,12 +455,22 @@ class Engine:
             assert isinstance(parameter, ShardTensor)
             parameter.shard_spec.replica.is_a_stage = True
 
+    def meet_islands(self) -> None:
+        """Join the other islands, if they have launchers of their own. Go on after the step at which they are."""
+        if self.outer is not None and not self.outer.has_met:
+            self.begin()
+            self.tell_before_rewrite()
+            step = self.outer.meet(self.step)
+            if step != self.step:
+                self.go_to(step)
+
     def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.
 
         The first forward pass of the next step calls it, on every island, whether or not loss scaling skipped a step.
         `average`: Also average the weights of all islands.
         """
+        self.meet_islands()
         if self.outer is not None and (average or self.outer.steps.done < self.step):
             actions = self.outer.steps.advance(self.step)
             actions += self.outer.steps.average() if average else []
@@ -519,6 +531,14 @@ class Engine:
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
+        if self.strategy.protect is not None and not self.has_snapshots:
+            self._unprotected += 1
+            if self._unprotected > self.strategy.protect.every:
+                raise StepError(
+                    f"rank {self.comm.number}: the strategy has {self.strategy.protect}, and none was taken in "
+                    f"{self._unprotected} steps. Call saver.protect(step) of a towpath.checkpoint.Saver after each "
+                    "step, or leave out protect."
+                )
 
     # Routes and codecs that change with the step --------------------------------------------------------------------
 

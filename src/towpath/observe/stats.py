@@ -43,14 +43,18 @@ class Stats(Totals):
             largest unit, as autograd makes them. "communicators" is an estimate of what NCCL takes itself.
         host_memory_bytes: The bytes in the host's memory, by kind, if the strategy offloads.
         buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
+        islands: The islands that train, at the last exchange if they come and go.
+        exchanges_dropped: Exchanges between islands that nobody applied, because one of these had ended.
     """
 
     last_step: tuple[Transfer, ...]
     memory_bytes: dict[str, int]
     host_memory_bytes: dict[str, int]
     buffers_made: int
+    islands: int = 1
+    exchanges_dropped: int = 0
 
-    _COUNTS: ClassVar = ("seconds_host", "buffers_made")
+    _COUNTS: ClassVar = ("seconds_host", "buffers_made", "exchanges_dropped")
 
     def __str__(self) -> str:
         heads = f"{'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"
@@ -127,6 +131,8 @@ def stats_of(engine: Engine) -> Stats:
         memory_bytes=memory,
         host_memory_bytes=host_memory,
         buffers_made=made,
+        islands=1 if engine.outer is None else engine.outer.present,
+        exchanges_dropped=0 if engine.outer is None else engine.outer.dropped,
     )
 
 

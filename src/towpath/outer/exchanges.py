@@ -27,7 +27,7 @@ from towpath.observe.totals import SentBytes
 from towpath.outer.settings import Outer
 
 # An exchange at this rate of the link between nodes is not taken for one that has stopped: bytes a second, 10 Mbit/s.
-_SLOWEST_RATE = 1.25e6
+SLOWEST_RATE = 1.25e6
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
 _WIRE_ALIGNMENT = 128
 
@@ -144,7 +144,7 @@ class OuterPlan(SentBytes):
 
         It may be under way for `delay` steps, while one island can be a step behind. The slowest links need longer.
         """
-        sent_seconds = self.peak_inter_bytes / self.strategy.job.nodes / _SLOWEST_RATE
+        sent_seconds = self.peak_inter_bytes / self.strategy.job.nodes / SLOWEST_RATE
         return (1 + self.settings.delay) * of_step + timedelta(seconds=math.ceil(sent_seconds))
 
     def _queue_needs(self, queue: str) -> Needs:
@@ -178,7 +178,7 @@ def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.
     outer = strategy.outer
     if outer is None:
         return None
-    from_host = form is Form.COLLECTIVES and strategy.islands > 1 and not outer.nccl
+    from_host = form is Form.COLLECTIVES and (strategy.islands > 1 or bool(outer.meet)) and not outer.nccl
     between = Form.MESSAGES if from_host else form
     trained = [index for index, plan in enumerate(plans) if plan.trains]
     if outer.fragments > max(len(trained), 1):

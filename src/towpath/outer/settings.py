@@ -12,6 +12,7 @@ t + delay: by count, and never by arrival. So the same run computes the same bit
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -49,6 +50,9 @@ class Outer:
         nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
         nccl: Whether GPUs exchange over NCCL. By default, exchanges are sent over gloo from host memory, so that they
             take no GPU's processors. Use NCCL where more than 10 Gbit/s connect two islands. `towpath plan` does so.
+        meet: For islands that come and go, each with a launcher of its own: the addresses at which they find each
+            other, as HOST:PORT, with commas between. The first island must be on one of the hosts. The job is then one
+            island.
     """
 
     every: int
@@ -61,6 +65,7 @@ class Outer:
     islands: int | None = None
     nodes_per_rack: int | None = None
     nccl: bool = False
+    meet: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("islands", 1)):
@@ -74,6 +79,7 @@ class Outer:
                 raise ConfigError(f"Outer: {name} is {bound}; got {value!r}.")
         if type(self.nccl) is not bool:
             raise ConfigError(f"Outer: nccl is True or False; got {self.nccl!r}.")
+        self._check_meet()
         if self.delay >= self.every:
             raise ConfigError(
                 f"Outer: delay={self.delay} with every={self.every}: the next exchange of the same weights would begin "
@@ -85,6 +91,16 @@ class Outer:
                 f"Take at most {self.every} fragments."
             )
         self._check_transport()
+
+    def _check_meet(self) -> None:
+        address = r"\s*[^\s,]+:[1-9]\d{0,4}\s*"
+        if self.meet != "" and not (isinstance(self.meet, str) and re.fullmatch(f"{address}(,{address})*", self.meet)):  # pyright: ignore
+            raise ConfigError(f"Outer: meet is HOST:PORT, or several of them with commas between; got {self.meet!r}.")
+        if self.meet and (self.nccl or (self.islands or 1) > 1):
+            raise ConfigError(
+                f"Outer: islands={self.islands}, nccl={self.nccl} with meet={self.meet!r}: each job is one island, "
+                "and sends over gloo. Leave islands and nccl out."
+            )
 
     def _check_transport(self) -> None:
         transport = self.transport
@@ -113,7 +129,7 @@ class Outer:
         Raises:
             ConfigError: If islands would not consist of equally many whole nodes.
         """
-        islands = topology.nodes if self.islands is None else self.islands
+        islands = 1 if self.meet else topology.nodes if self.islands is None else self.islands
         if topology.nodes % islands:
             choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)
             raise ConfigError(
@@ -146,7 +162,8 @@ class Outer:
         delay = f", applied {counted(self.delay, 'step')} later" if self.delay else ""
         blend = f", blend {self.blend:g}" if self.blend else ""
         optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
-        return f"every {counted(self.every, 'step')}{parts}{delay}{blend}, {optimizer} ({self.transport})"
+        meet = f", with the islands at {self.meet}" if self.meet else ""
+        return f"every {counted(self.every, 'step')}{parts}{delay}{blend}, {optimizer} ({self.transport}){meet}"
 
 
 def outer_transport(codec: str) -> Transport:

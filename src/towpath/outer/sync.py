@@ -34,7 +34,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.transfer_queues import Handle
+from towpath.engine.transfer_queues import Handle, Work
 from towpath.errors import StepError
 from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, OuterSteps, gathered_in
 from towpath.outer.settings import Outer
@@ -43,7 +43,6 @@ from towpath.outer.settings import Outer
 Held = tuple[ShardTensor, ShardTensor]
 
 
-@final
 class OuterSync:
     """The outer steps of a model on one rank. The engine holds one if its strategy has outer steps.
 
@@ -58,6 +57,8 @@ class OuterSync:
             FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
         self._has_begun = False  # whether the slow weights have values
+        # The islands that train, and how many exchanges nobody applied. Both change only if islands come and go.
+        self.present, self.dropped = plan.strategy.islands, 0
         # Fragments that were applied, each with the end of its exchange, and the digest that is there then.
         self._unchecked: list[tuple[int, Handle, Tensor]] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
@@ -84,7 +85,11 @@ class OuterSync:
             after = [self._comm.queues.submit(TransferKind.OUTER_GATHER, (), [lambda _: exchange.copy_to_send()])]
         else:
             exchange.copy_to_send()
-        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run], after)
+        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [self._work(task)], after)
+
+    def _work(self, task: Task) -> Work:
+        """Return what runs the exchange of a fragment."""
+        return self._exchanges[task.unit].run
 
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
@@ -102,7 +107,11 @@ class OuterSync:
         for part in exchange.parts:
             # Every rank of an island steps its own part only, so no two ranks can disagree about one element.
             part.step(settings, self.plan.strategy.islands)
-        if action.gather is None:  # no other rank of the island has this optimizer slice
+        self._write(exchange)
+
+    def _write(self, exchange: FragmentExchange) -> None:
+        """Write the new values of a fragment to the weights of this rank's optimizer slices."""
+        if not exchange.gathers:  # no other rank of the island has this optimizer slice
             for part in exchange.parts:
                 part.write()
         else:
@@ -111,6 +120,15 @@ class OuterSync:
             gathered.wait(on_host=self.plan.strategy.optimizer_on_host)
         for part in exchange.parts:
             part.written()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the islands know each other, as those of one job do."""
+        return True
+
+    def meet(self, step: int) -> int:
+        """Join the other islands after optimizer step `step`, and return the step at which they are."""
+        return step
 
     def wait(self) -> None:
         """Wait for all exchanges under way. Their results are applied when it is their time."""
@@ -305,7 +323,7 @@ class PartExchange:
         if is_pending:
             slow, momentum = slow.clone(), None if momentum is None else momentum.clone()
             sums = torch.empty_like(slow).copy_(self.difference)
-            _step(slow, momentum, sums, plan.settings, plan.strategy.islands)
+            step_slow_weights(slow, momentum, sums, plan.settings, plan.strategy.islands)
         return slow.to(own), momentum
 
     def take_difference(self) -> None:
@@ -318,15 +336,18 @@ class PartExchange:
         """Return what the codec of the exchange has rounded away on this rank."""
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
+    def wait_for_readers(self) -> None:
+        """Return when the device has copied the weights, which `write` or `run_gather` will overwrite."""
+        for bucket in self._buckets:
+            bucket.version.wait_for_read()
+
     def step(self, settings: Outer, islands: int) -> None:
         """Apply the sum of all islands' differences to the slow weights. Write the new weights to `values`."""
         values = self.values
-        for bucket in self._buckets:
-            # The device may still copy the weights that `write` or `run_gather` will overwrite.
-            bucket.version.wait_for_read()
+        self.wait_for_readers()
         if values is not self.difference:
             values.copy_(self.difference, non_blocking=self._copies_ahead)
-        _step(self.slow, self.momentum, values, settings, islands)
+        step_slow_weights(self.slow, self.momentum, values, settings, islands)
         if settings.blend:
             _copy_all(self._in(values), self._own)
             values.lerp_(self.slow, 1 - settings.blend)
@@ -359,7 +380,7 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, on_host: bool) 
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
-def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer, islands: int) -> None:
+def step_slow_weights(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer, islands: int) -> None:
     """Step the outer optimizer. `values` are the sums of all islands' differences, and are overwritten."""
     values.div_(islands)
     if momentum is not None and settings.momentum:

@@ -164,23 +164,23 @@ class NodeMemory:
 
     def new_partial(self, step: int) -> Path:
         """Create the folder for the files of a snapshot, if no other rank of the node has done so, and return it."""
-        partial = self._folder_of(step, ".partial")
+        partial = self.folder_of(step, ".partial")
         partial.mkdir(mode=0o700, exist_ok=True)
         return partial
 
     def publish(self, step: int) -> None:
         """Give a complete snapshot its name. It replaces one of the same step. One rank of the node calls this."""
-        final, before = self._folder_of(step), self._folder_of(step, ".replaced")
+        final, before = self.folder_of(step), self.folder_of(step, ".replaced")
         with suppress(FileNotFoundError):
             final.rename(before)
-        self._folder_of(step, ".partial").rename(final)
+        self.folder_of(step, ".partial").rename(final)
         shutil.rmtree(before, ignore_errors=True)
 
     def remove(self, step: int) -> None:
         """Remove a published snapshot, if it is there. One rank of the node calls this."""
-        before = self._folder_of(step, ".replaced")  # nobody reads a part of it
+        before = self.folder_of(step, ".replaced")  # nobody reads a part of it
         with suppress(FileNotFoundError):
-            self._folder_of(step).rename(before)
+            self.folder_of(step).rename(before)
         shutil.rmtree(before, ignore_errors=True)
 
     def sweep(self) -> None:
@@ -207,7 +207,8 @@ class NodeMemory:
                 "this node."
             )
 
-    def _folder_of(self, step: int, ending: str = "") -> Path:
+    def folder_of(self, step: int, ending: str = "") -> Path:
+        """Return the folder of a snapshot, with an ending while it is not published."""
         return self.path / f"step-{step:06d}{ending}"
 
     def _entries(self) -> list[Path]:

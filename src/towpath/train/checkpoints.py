@@ -78,9 +78,15 @@ class CheckpointManager:
             self._resume(self._source)
         # Only a run that begins may move checkpoints. With a wrong checkpoint.resume, it has raised before.
         if self._source != self._folder:
-            with self._job.together():
-                self._set_aside()
+            inside = self._source and self._source.parent.resolve() == self._folder.resolve()
+            self._set_aside(folders.step_of(self._source) if self._source and inside else -1)
+        self._protect()  # also what a lost node had: its place has been taken by one that keeps no copies
         return self
+
+    def joined(self, step: int) -> None:
+        """Note that the run goes on with the weights of other islands, after their step `step`."""
+        self._saved = None
+        self._set_aside(step)
 
     def _resume(self, source: Path) -> None:
         groups, state = self._optimizer.param_groups, self._state
@@ -105,21 +111,22 @@ class CheckpointManager:
         if source == self._folder:
             self._saved = loaded.step
 
-    def _set_aside(self) -> None:
-        """Move away the checkpoints that this run does not resume from. A later "auto" would take them for newer."""
-        inside = self._source and self._source.parent.resolve() == self._folder.resolve()
-        begin = folders.step_of(self._source) if self._source and inside else -1
-        others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
-        if self._job.rank or not others:
-            return
-        candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
-        target = next(path for path in candidates if not path.exists())
-        try:
-            target.mkdir()
-            for path in others:
-                path.rename(target / path.name)
-        except OSError as error:
-            raise ConfigError(f"cannot move {self._folder} aside: {error.strerror}. Name another log.folder.") from None
+    def _set_aside(self, begin: int) -> None:
+        """Move away the checkpoints after step `begin`, where this run begins. A later "auto" would take them."""
+        with self._job.together():
+            others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
+            if self._job.rank or not others:
+                return
+            candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
+            target = next(path for path in candidates if not path.exists())
+            try:
+                target.mkdir()
+                for path in others:
+                    path.rename(target / path.name)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot move {self._folder} aside: {error.strerror}. Name another log.folder."
+                ) from None
         self._job.print_once(
             f"note: moved step {', '.join(str(folders.step_of(path)) for path in others)} from {self._folder} to "
             f"{target}, because this run does not resume from there"
@@ -138,10 +145,21 @@ class CheckpointManager:
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
+        self._protect()
         if self.is_due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
         state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
+
+    def _protect(self) -> None:
+        if (protect := self._contents.protect) is None:
+            return
+        if self._state.step % protect.every == 0:
+            self._settle()  # a snapshot of a loss that is not finite would bring it back
+        try:
+            self._saver.protect(self._state.step)
+        except CheckpointError as error:
+            raise StepError(str(error)) from None
 
     def _save(self) -> None:
         self._settle()  # a loss that is not finite raises

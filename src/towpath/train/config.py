@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES
-from towpath.core.strategy import OFFLOADS, Strategy, written
+from towpath.core.strategy import OFFLOADS, Protect, Strategy, written
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer, outer_transport
 from towpath.plan.request import OUTER
@@ -172,6 +172,7 @@ class OuterConfig(Section):
     delay: int = key(0, "steps that an exchange may take while training goes on")
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
+    meet: str = key("", "HOST:PORT where islands meet that come and go, each started by itself")
 
     def check(self) -> None:
         if not self.every:
@@ -184,7 +185,8 @@ class OuterConfig(Section):
             return None
         try:
             transport = outer_transport(self.codec)
-            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=self.islands or None)
+            islands = self.islands or None
+            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=islands, meet=self.meet)
         except ConfigError as error:
             raise ConfigError(f"[strategy.outer]: {error}") from None
 
@@ -203,6 +205,7 @@ class StrategyConfig(Section):
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
+    protect: int = key(0, "steps between snapshots in the nodes' memory; 0: none", FROM_0)
     memory: float = key(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -235,6 +238,11 @@ class StrategyConfig(Section):
         """The strategy's TOML file, or None if `name` is a preset."""
         return Path(self.name) if self.name.endswith(".toml") else None
 
+    @property
+    def protection(self) -> Protect | None:
+        """How often nodes keep snapshots in memory, or None if they keep none."""
+        return Protect(self.protect) if self.protect else None
+
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
         return Topology(*map(int, self.nodes.split("x"))) if self.nodes else launched
@@ -244,6 +252,8 @@ class StrategyConfig(Section):
         options: dict[str, Any] = {name: getattr(self, name) for name in ("offload", "exact") if getattr(self, name)}
         if (outer := self.outer.build()) is not None:
             options["outer"] = outer
+        if self.protect:
+            options["protect"] = self.protection
         if self.file is None:
             return presets.parse_strategy(self.name, self.topology(launched), **options)
         if options:
@@ -329,6 +339,8 @@ class Config:
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
                 "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
+        if self.strategy.protect:
+            self.strategy.refuse("protect", f"0 with parallel.pipeline = {parallel.pipeline}, which takes no snapshots")
         which = "pipeline" if parallel.pipeline > 1 else "tensor"
         missing = {
             "train.compile": train.compile,

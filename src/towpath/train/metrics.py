@@ -207,6 +207,7 @@ class MetricsLogger:
             "learning_rate": result.learning_rate,
             "seconds": result.seconds,
             "loss_of_islands": result.loss_of_islands,
+            **self._of_islands(),
             "tokens": self._tokens,
             "tokens_per_second": self._tokens / result.seconds,
             "inter_bytes": sent.inter_bytes,  # sent between nodes, by all ranks
@@ -221,6 +222,13 @@ class MetricsLogger:
         if is_shown:
             left = (steps - result.step) * (now - self._began) / (result.step - self._first_step)
             self._job.print_once(progress_line(result.step, steps, row, left))
+
+    def _of_islands(self) -> dict[str, int]:
+        """Return how many islands there are, if they come and go, and how many exchanges were dropped so far."""
+        outer = None if self._config.parallel.pipeline > 1 else engine_of(self._model).outer
+        if outer is None or not outer.plan.settings.meet:
+            return {}
+        return {"islands": outer.present, "exchanges_dropped": outer.dropped}
 
     def log_evaluation(self, loss: float | None, seconds: float) -> None:
         """Report an evaluation after the last step. Without held-out data the loss is None."""

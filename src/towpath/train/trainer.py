@@ -19,7 +19,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from towpath.api import average_islands
+from towpath.api import average_islands, meet_islands
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -36,6 +36,7 @@ from towpath.engine.saved_activations import offload_activations
 from towpath.errors import StepError
 from towpath.observe.stats import running_trace
 from towpath.optim import chain, owner_stepped
+from towpath.outer.islands import Island, IslandSync
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
@@ -166,6 +167,9 @@ class TrainingRun:
         }
         self.state = TrainState(order)
         self._agreement = StepAgreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
+        outer = None if self.pipelined else engine_of(self.model).outer
+        self._islands = outer if isinstance(outer, IslandSync) else None  # those that come and go
+        self._island: Island | None = None  # this one, once it has met the others
         self._failure: StepError | None = None
         self._unsettled: StepResult | None = None  # of the last step, if the host has not read it
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
@@ -176,7 +180,7 @@ class TrainingRun:
         """Train to the last step, or until a signal requests a stop. Return the exit code of the command."""
         config, state = self.config.train, self.state
         self.stop.steps_began = True
-        with CheckpointManager(self) as checkpoints, MetricsLogger(self) as metrics:
+        with CheckpointManager(self) as checkpoints, MetricsLogger(self._met(checkpoints)) as metrics:
             while state.step < config.steps and not state.stopped_by:
                 with metrics.traced(state.step + 1):
                     result = self.train_step()
@@ -194,6 +198,32 @@ class TrainingRun:
                     metrics.log_evaluation(*self.evaluate())
         metrics.print_summary()
         return 128 + state.stopped_by if state.stopped_by and state.step < config.steps else 0
+
+    def _met(self, checkpoints: CheckpointManager) -> TrainingRun:
+        """Join the other islands, if they come and go. Their weights and their step then replace the checkpoint's."""
+        state, outer = self.state, self._islands
+        if outer is None:
+            return self
+        # All samples that any island was given count as read.
+        self._samples_of_period = self.config.train.batch * outer.plan.settings.every
+        outer.next_block = -(-state.samples // self._samples_of_period)
+        outer.say = self.job.print_once
+        outer.facts |= self._facts()
+        self._island = meet_islands(self.model)
+        if self._island.is_first:
+            self.job.print_once(f"island 0 begins at {outer.plan.settings.meet}, after step {state.step}")
+        else:
+            state.step = self._island.step
+            checkpoints.joined(state.step)
+            torch.manual_seed(self.config.train.seed + 1 + self.job.rank + self._island.number * self.job.world)
+        return self
+
+    def _facts(self) -> dict[str, str]:
+        """Return what the configurations of all islands must say."""
+        train = asdict(self.config.train)
+        own = ("micro_batch", "checkpointing", "offload_activations", "compile", "evaluate_every", "threads")
+        facts = {f"train.{name}": repr(value) for name, value in train.items() if name not in own}
+        return facts | {name: repr(value) for name, value in self.state.order.items()}
 
     # One step ---------------------------------------------------------------------------------------------------------
 
@@ -230,7 +260,10 @@ class TrainingRun:
         if before is not None:
             self._settle(before)
         state.step += 1
-        state.samples += config.batch
+        if self._islands is None:
+            state.samples += config.batch
+        else:
+            state.samples = self._islands.next_block * self._samples_of_period
         with self._timed("agreement"):
             self._agreement.end(means, self._flags())
         result.loss_of_islands, self._unsettled = self._agreement.loss_of_islands, result
@@ -320,7 +353,10 @@ class TrainingRun:
     def _micro_batch(self, micro_step: int) -> Batch:
         # One counter of samples for the whole job: which of them a rank computes follows from it.
         at_once = self.config.train.micro_batch
-        first = self.state.samples + (micro_step * self.copies + self.copy) * at_once
+        begin = self.state.samples
+        if self._island is not None:
+            begin = self._island.position(self.state.step) * self.config.train.batch
+        first = begin + (micro_step * self.copies + self.copy) * at_once
         return self._to_device(self.tokens.train.batch(first, at_once))
 
     def _to_device(self, batch: Batch) -> Batch:

@@ -1,0 +1,458 @@
+"""Islands that come and go: each has a launcher of its own, and the loss of one does not stop the others.
+
+The islands of `Outer(meet=…)` are jobs of their own. Rank 0 of each has a seat at the meeting point (`meeting.py`),
+where one island holds the register (`register.py`). An exchange takes four messages and one sum:
+
+    READY      with the steps since the last result, as the weight, and the digest of the slow weights
+    GO         who takes part, each with its weight
+    the sum    over gloo, from host memory, between the ranks of equal number in all islands. Groups are formed anew
+               after somebody came or left, or an exchange failed. No process group of an island is touched.
+    VOTE       with the digest of the sum, or why there is none
+    OUTCOME    applied, if all that are left have the same sum. Otherwise all of them drop it.
+
+After a dropped exchange nothing changes: the next difference has the steps of this period, too, and weighs as much
+more. Islands that have equal batches are thus weighted by tokens. If all weights are equal, the result has the bits of
+one job with as many islands. When groups are formed anew, codecs begin without error feedback.
+
+A newcomer takes the slow weights and the outer momentum from one island, whose rank r sends them to its rank r while
+training goes on. They are of one moment in the order of exchanges: right after the one that admitted the newcomer. It
+takes part in all later ones, with weight 0, and keeps the results. When everything is there, it applies these in their
+order, and trains on from the next multiple of `every`. It has no step to make up, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from towpath.collectives.collective import WireBuffers, Workspace
+from towpath.collectives.select import group_rank, select
+from towpath.core.step_state import ApplyOuter, Task
+from towpath.daemons import start_daemon
+from towpath.engine.agree.boundary import checksum
+from towpath.engine.comm import CommContext
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.transfer_queues import RankTransfer, Work
+from towpath.errors import StepError, TowpathError
+from towpath.logs import logger
+from towpath.outer.exchanges import SLOWEST_RATE, OuterPlan, plan_outer
+from towpath.outer.meeting import Seat
+from towpath.outer.register import Key, Message, key_of
+from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
+from towpath.topology.between_jobs import group_between_jobs, open_store
+from towpath.topology.groups import Groups, rendezvous_address
+from towpath.version import __version__
+
+_LOG = logger("outer")
+Answer = TypeVar("Answer")
+
+# Seconds after which an island is lost of which nothing is heard. Every island says once a second that it is there.
+SILENCE_SECONDS = 30.0
+# Seconds that a message, or the forming of a group, may take on top of what its bytes take on the slowest links.
+_SUM_SECONDS = 30.0
+# How long the ranks of an island wait for each other. If one ends, its connections do.
+_INSIDE = timedelta(days=1)
+# Elements that are sent at once of the slow weights. Between two of them, an exchange may begin.
+_CHUNK = 1 << 18
+_PERIODS_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """This rank's island among those that come and go. `towpath.meet_islands` returns it.
+
+    Attributes:
+        number: The number of the island. An island that returns gets another one.
+        step: The optimizer steps of the run so far. The next step of this island is this one, counted from 0.
+        is_first: Whether this island has begun the run.
+    """
+
+    number: int
+    step: int
+    is_first: bool
+    _every: int
+    _blocks: Mapping[int, int]
+
+    def position(self, step: int) -> int:
+        """Return the position of this island's step in the data, which no other island has: 0, 1, 2 and so on.
+
+        Multiply it by the samples of a step to get the first sample. A position of an island that was lost is read by
+        no other one.
+
+        Args:
+            step: An optimizer step, counted from 0, of the period that this island trains now, or of the next one.
+        """
+        return self._blocks[step - step % self._every] * self._every + step % self._every
+
+
+@final
+class IslandSync(OuterSync):
+    """The outer steps of a model on one rank of an island that finds the others by an address."""
+
+    def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
+        super().__init__(plan, units, comm)
+        self._units = units
+        self._inside = comm.groups
+        if comm.groups.world > 1:  # the thread of the exchanges uses it
+            everyone = (tuple(range(comm.groups.world)),)
+            made = comm.groups.of(everyone, "islands", "gloo", timeout=_INSIDE)
+            self._inside = Groups(made, comm.groups.first)
+        self.facts = _facts(plan, units, comm)  # what must be the same on all islands; callers may add some
+        self.say: Callable[[str], object] = _LOG.warning
+        self.island: Island | None = None  # once this rank has met the others
+        self.number = -1
+        self.next_block = 0  # the first period's worth of data that no island reads
+        slices = max((fragment.rank_bytes for fragment in plan.fragments), default=0) * comm.groups.world
+        self._timeout = timedelta(seconds=_SUM_SECONDS + 2 * slices / SLOWEST_RATE)
+        self._seat: Seat | None = None
+        self._store: Any = None
+        self._workspace = Workspace(WireBuffers(torch.device("cpu")))
+        self._view = ""  # of the group that is connected
+        self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
+        self._outcomes: dict[int, bool] = {}  # whether the last exchange of a fragment counts
+        self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
+        self._tried: tuple[int, dict[int, int]] = 0, {}  # the step, and how often each fragment was exchanged at it
+        self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
+        self._donations: list[tuple[int, Message, int]] = []  # the fragment after whose result a newcomer begins
+        self._idle = threading.Event()
+        self._idle.set()
+
+    # Coming -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_met(self) -> bool:
+        return self.island is not None
+
+    def meet(self, step: int) -> int:
+        """Join the other islands, or begin a run after optimizer step `step`. Return the step to go on after."""
+        self.begin()
+        while True:
+            self.number, is_first = self._together(self._join)
+            if is_first:
+                period = step - step % self.plan.settings.every
+                first, self.next_block = self.next_block, self.next_block + 1 + _PERIODS_AHEAD
+                self._take_blocks(period, range(first, self.next_block))
+                break
+            try:
+                step = self._catch_up()
+                break
+            except StepError as error:  # the island that sent its weights has ended, or the holder
+                self._say(f"joining failed, and begins anew: {error}")
+                self._together(lambda: self._seat and self._seat.leave("it could not join"))
+                time.sleep(1)
+        self.island = Island(self.number, step, is_first, self.plan.settings.every, self._blocks)
+        return step
+
+    def _join(self) -> tuple[int, bool]:
+        settings, seconds = self.plan.settings, self._timeout.total_seconds()
+        if self._seat is None:
+            wait = self._comm.job.timeout.total_seconds()
+            self._store, port = open_store()
+            self._seat = Seat(settings.meet, self.facts, port, SILENCE_SECONDS, 2 * seconds, wait)
+        # A founder takes the blocks of its first periods.
+        self._seat.join(self.next_block + 1 + _PERIODS_AHEAD, self.say)
+        return self._seat.number, self._seat.founded
+
+    def _catch_up(self) -> int:
+        """Take the slow weights of another island, and what changes them meanwhile. Return the step to go on after."""
+        outer, fragments = self.plan.settings, len(self.plan.fragments)
+        donation = self._ask({})
+        if "donation" not in donation:
+            raise StepError(f"got {donation} in place of slow weights.")
+        arriving = _receive(self._state_of_now(), partial(self._pair, donation, self.number, 1))
+        results: list[tuple[Key, list[Tensor]]] = []
+        while True:
+            ended = arriving.done()
+            found = self._inside.all_gather_objects((ended, str(arriving.exception() or "") if ended else ""))
+            if problem := next((problem for _, problem in found if problem), ""):
+                raise StepError(f"the slow weights of island {donation['donation']} did not arrive: {problem}")
+            is_complete = all(ended for ended, _ in found)
+            key, blocks = self._exchange(None, 0, 1 + _PERIODS_AHEAD if is_complete else 0)
+            exchange = self._exchanges[key[1]]
+            if self._outcomes[key[1]]:
+                results.append((key, [part.difference.clone() for part in exchange.parts]))
+            if blocks and key[0] % outer.every == 0 and key[1] == fragments - 1:
+                break
+        step = key[0]
+        for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
+            target.copy_(tensor)
+        pending: dict[int, tuple[int, list[Tensor]]] = {}  # results that the others have not applied yet
+        for (begun, fragment, _), means in results:
+            if begun + outer.delay > step:
+                pending[fragment] = begun, means
+                continue
+            for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
+                step_slow_weights(part.slow, part.momentum, mean.to(part.slow.device), outer, 1)
+        for exchange in self._exchanges:
+            for part in exchange.parts:
+                part.wait_for_readers()
+                part.values.copy_(part.slow)
+            self._write(exchange)
+        for fragment, (_, means) in pending.items():
+            for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
+                part.difference.copy_(mean)
+        self._since = dict.fromkeys(range(fragments), step)
+        self._tried = step, {fragments - 1: 1}
+        self.resume(step, {fragment: begun for fragment, (begun, _) in pending.items()})
+        return step
+
+    def _state_of_now(self) -> list[Tensor]:
+        """Return the tensors that a newcomer takes."""
+        parts = [part for exchange in self._exchanges for part in exchange.parts]
+        return [each for part in parts for each in (part.slow, part.momentum) if each is not None]
+
+    # Exchanging -------------------------------------------------------------------------------------------------------
+
+    def _work(self, task: Task) -> Work:
+        """Return what exchanges a fragment, in the place of the transfers of a job with several islands."""
+        step, fragment, every = self.steps.done, task.unit, self.plan.settings.every
+        if self._tried[0] != step:
+            self._tried = step, {}
+        tried = self._tried[1]
+        key = step, fragment, tried.get(fragment, 0)
+        tried[fragment] = key[2] + 1
+        weight = step - self._since.get(fragment, step - every)
+        if key[2] or fragment not in self.plan.settings.begun_at(step):
+            weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
+        ends_period = step % every == 0 and fragment == len(self._exchanges) - 1
+        wanted = len(self._missing_blocks(step)) if ends_period else 0
+        return lambda _: self._exchange(key, weight, wanted)
+
+    def _exchange(self, key: Key | None, weight: int, wanted: int) -> tuple[Key, list[int]]:
+        """Exchange a fragment with those that are there. Without a key, watch the next exchange, with weight 0.
+
+        Return the key, and the blocks of data that this island got of those that it wanted.
+        """
+        digest = None
+        if key is not None:
+            digest = _combined(self._inside.all_gather_objects(int(self._exchanges[key[1]].digest[0])))
+        go = self._ask({"ready": True, "key": key, "weight": weight, "digest": digest, "blocks": wanted})
+        blocks: list[int] = go.get("blocks", [])
+        found = key_of(go.get("go", go.get("outcome")))
+        assert found is not None, go
+        exchange = self._exchanges[found[1]]
+        if "go" in go:
+            for text in go["said"]:
+                self._say(text)
+            self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
+            self._take_blocks(found[0], blocks)
+            self._donations += [(found[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
+            sums, problem = 0, ""
+            try:
+                self._idle.clear()
+                self._sum(exchange, found[1], go)
+                sums = sum((2 * i + 1) * int(checksum(part.difference)) for i, part in enumerate(exchange.parts))
+            except (RuntimeError, ValueError, OSError, TowpathError) as error:
+                # PyTorch fails to describe a failure in a group that it has not made itself. The cause is behind that.
+                problem = str(error.__context__ if isinstance(error, ValueError) else error).partition("\n")[0]
+                self._disconnect()  # the others must not wait for this one
+            finally:
+                self._idle.set()
+            all_sums = self._inside.all_gather_objects((sums, problem))
+            why = next((problem for _, problem in all_sums if problem), "")
+            total = _combined([sums for sums, _ in all_sums])
+            go = self._ask({"vote": True, "key": found, "ok": not why, "digest": total, "why": why})
+        self._outcomes[found[1]] = applied = go["applied"]
+        if applied:
+            self._since[found[1]] = found[0]
+        else:
+            self._disconnect()
+            self.dropped += 1
+            self._say(
+                f"the exchange of fragment {found[1]} after step {found[0]} was dropped, and the next one has these "
+                f"steps, too: {go['why']}"
+            )
+        return found, blocks
+
+    def _missing_blocks(self, step: int) -> list[int]:
+        """Return the periods from a step on for which this island has no data yet, by the steps before them."""
+        every = self.plan.settings.every
+        return [each for i in range(1 + _PERIODS_AHEAD) if (each := step + i * every) not in self._blocks]
+
+    def _take_blocks(self, step: int, blocks: Sequence[int]) -> None:
+        for period, block in zip(self._missing_blocks(step), blocks, strict=False):
+            self._blocks[period] = block
+            self._blocks.pop(period - 4 * self.plan.settings.every, None)  # is over
+
+    def _sum(self, exchange: FragmentExchange, fragment: int, go: Message) -> None:
+        """Replace the differences by their weighted mean over the islands."""
+        weights: list[int] = go["weights"]
+        mine, count, total = go["members"].index(self.number), sum(w > 0 for w in weights), sum(weights)
+        scale = weights[mine] * count / total  # 1.0 if all weights are equal, which changes no bit
+        for part in exchange.parts:
+            if not weights[mine]:
+                part.difference.zero_()
+            elif scale != 1.0:
+                part.difference.mul_(scale)
+        if len(weights) > 1:
+            if self._view != go["view"]:
+                self._connect(go, mine)
+            for part, transfers in zip(exchange.parts, self._sums[fragment], strict=True):
+                for bound in transfers:
+                    bound.run(part.difference, part.difference, self._workspace)
+        for part in exchange.parts:
+            part.difference.div_(count)
+
+    def apply(self, action: ApplyOuter) -> None:
+        """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried until it counts."""
+        while action.average and not self._outcomes[action.fragment]:
+            self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
+        if self._outcomes[action.fragment]:
+            super().apply(action)
+        self._donate(action.fragment)
+
+    def wait(self) -> None:
+        """Wait for all exchanges under way, and forget those that were dropped."""
+        super().wait()
+        for fragment in [f for f in self.steps.under_way if not self._outcomes[f]]:
+            del self.steps.under_way[fragment]
+            self._donate(fragment)
+
+    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
+        super().resume(done, under_way)
+        self._outcomes |= dict.fromkeys(under_way, True)
+
+    # Groups -----------------------------------------------------------------------------------------------------------
+
+    def _connect(self, go: Message, mine: int) -> None:
+        """Form the group of this rank's slice in all islands, and bind the transfers to it."""
+        self._disconnect()
+        count, comm = len(go["members"]), self._comm
+        group = self._group(go, f"{go['view']}/{comm.rank}", mine, count)
+        strategy = self.plan.strategy
+        settings = replace(self.plan.settings, meet="", islands=count)
+        plan = plan_outer(replace(strategy, outer=settings), [unit.plan for unit in self._units], comm.form)
+        assert plan is not None
+        rank, cpu = mine * comm.groups.world + comm.rank, torch.device("cpu")
+
+        def bound(transfer: Any) -> RankTransfer:
+            members = group_rank(transfer, rank, lambda _ranks, _part: group)
+            return RankTransfer([transfer], members, select(transfer, members, cpu), comm.record, _say_nothing)
+
+        self._sums = [[[bound(t) for t in part.exchange] for part in each.parts] for each in plan.fragments]
+        self._view = go["view"]
+
+    def _disconnect(self) -> None:
+        """Close the connections to the other islands. Those that wait there for this one then fail."""
+        self._view, self._sums = "", []
+
+    def _pair(self, message: Message, newcomer: int, rank: int) -> Any:
+        """Return the group in which a newcomer gets the slow weights from this rank, or this one as a newcomer."""
+        return self._group(message, f"newcomer {newcomer}/{self._comm.rank}", rank, 2)
+
+    def _group(self, message: Message, name: str, rank: int, size: int) -> Any:
+        host, port = message["store"]
+        return group_between_jobs(host, port, name, rank, size, self._timeout)
+
+    def _donate(self, fragment: int) -> None:
+        """Send the slow weights of now to the newcomers that the exchange of a fragment has admitted."""
+        for _, go, newcomer in [each for each in self._donations if each[0] == fragment]:
+            copies = [tensor.to("cpu", copy=True) for tensor in self._state_of_now()]
+            start_daemon("towpath-donor", partial(self._send, copies, go, newcomer))
+        self._donations = [each for each in self._donations if each[0] != fragment]
+
+    def _send(self, tensors: Sequence[Tensor], go: Message, newcomer: int) -> None:
+        # If it fails, the newcomer has ended, or comes again.
+        with suppress(RuntimeError, OSError):
+            group = self._pair(go, newcomer, 0)
+            for chunk in (chunk for tensor in (*tensors, _digest(tensors)) for chunk in tensor.split(_CHUNK)):
+                self._idle.wait()  # exchanges go first
+                group.send([chunk], 1, 0).wait()
+
+    # The ranks of the island ------------------------------------------------------------------------------------------
+
+    def _ask(self, message: Message) -> Message:
+        """Let rank 0 ask the holder, and return its answer on all ranks."""
+
+        def ask() -> Message:
+            assert self._seat is not None
+            answer = self._seat.ask(message)
+            if "port" in answer:
+                host = self._seat.host
+                if host.startswith("127.") and self.plan.strategy.topology.nodes > 1:
+                    host = rendezvous_address().rpartition(":")[0]
+                answer["store"] = [host, answer["port"]]
+            return answer
+
+        return self._together(ask)
+
+    def _together(self, ask: Callable[[], Answer]) -> Answer:
+        """Return on all ranks what `ask` returns on rank 0, or raise what it raises there."""
+        answer: Any = None
+        if self._inside.rank == 0:
+            try:
+                answer = ask(), None
+            except TowpathError as error:
+                answer = None, error
+        found, error = self._inside.broadcast_object(answer)
+        if error is not None:
+            raise type(error)(str(error))
+        return found
+
+    def _say(self, text: str) -> None:
+        if self._inside.rank == 0:
+            self.say(text)
+
+
+def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[list[Tensor]]:
+    """Receive values for tensors of this rank from an island, on a thread. It fails if they arrive damaged."""
+    arriving: Future[list[Tensor]] = Future()
+
+    def receive() -> None:
+        tensors, digest = [torch.empty(t.shape, dtype=t.dtype) for t in targets], torch.zeros(1, dtype=torch.int64)
+        try:
+            group = connect()
+            for chunk in (chunk for tensor in (*tensors, digest) for chunk in tensor.split(_CHUNK)):
+                group.recv([chunk], 0, 0).wait()
+            if not torch.equal(digest, _digest(tensors)):
+                raise RuntimeError("what arrived has another digest.")
+            arriving.set_result(tensors)
+        except (RuntimeError, OSError) as error:
+            arriving.set_exception(error)
+
+    start_daemon("towpath-newcomer", receive)
+    return arriving
+
+
+def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[str, str]:
+    """Return what must be the same on all islands, by name."""
+    strategy = replace(plan.strategy, outer=replace(plan.settings, meet=""))
+    facts, section = {"the version of towpath": __version__}, ""
+    for line in strategy.to_toml().splitlines():
+        section = line.strip("[]") if line.startswith("[") else section
+        name, equals, value = line.partition(" = ")
+        if equals:
+            facts[f"{section}.{name}" if section else name] = value
+    lines = [
+        f"{place.names[0]} {tuple(place.shape)} {place.parameter.dtype}"
+        for unit in units
+        for bucket in unit.buckets
+        for place in bucket.layout.places
+    ]
+    facts["the digest of the model's parameters"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    facts["the type of the device"] = comm.device.type
+    return facts
+
+
+def _digest(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(2 * i + 1) * checksum(tensor) for i, tensor in enumerate(tensors)]).sum().view(1)
+
+
+def _combined(digests: Sequence[int]) -> int:
+    """Return one number for the digests of all ranks of an island."""
+    return sum((2 * i + 1) * digest for i, digest in enumerate(digests)) & (1 << 63) - 1
+
+
+def _say_nothing(_: Sequence[int]) -> str:
+    return ""

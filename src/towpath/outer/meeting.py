@@ -1,0 +1,495 @@
+"""The meeting point of islands that come and go: how they find each other, and who holds their register.
+
+Each island listens, and one of them holds the register (`register.py`). The others have a connection to it, through
+which rank 0 of an island asks for each exchange. Messages are lines of JSON.
+
+    at the start      An island tries the addresses of `meet`. If an island answers, it joins. If none does, and one of
+                      the addresses is of this machine, it begins a run after a moment. Else it tries on.
+    the holder ends   The connection ends, or is silent. The island with the lowest number holds the register next. It
+                      waits for those that it knows of.
+    nobody is known   The holder looks at the addresses of `meet` now and then. An island that has begun nothing is told
+                      where the run is. Two halves of a run, between which the network was cut, go on apart. When they
+                      can reach each other again, the islands of the smaller one end.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import final
+
+from towpath.daemons import start_daemon
+from towpath.errors import ConfigError, StepError
+from towpath.outer.register import Message, Register
+
+_CONNECT_SECONDS = 3.0
+_ANSWER_SECONDS = 10.0  # what listens is a thread, and a machine may be busy
+_PING_SECONDS = 1.0
+_PAUSE_SECONDS = 0.2
+# How long an island that begins a run looks for one that is there. It is longer than the pauses between two looks.
+_ALONE_SECONDS = 3.0
+_LOOK_SECONDS = 1.0
+_LOCAL = "127."
+
+
+def parsed(address: str) -> tuple[str, int]:
+    """Return the host and the port of an address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+@final
+class Wire:
+    """A connection that carries lines of JSON."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(_ANSWER_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number: int | None = None  # of the island at the other end, once it has one
+        self._read: list[Message] = []
+        self._rest = b""
+        self._sending = threading.Lock()
+
+    @staticmethod
+    def to(address: str) -> Wire:
+        return Wire(socket.create_connection(parsed(address), _CONNECT_SECONDS))
+
+    @property
+    def peer(self) -> str:
+        """The host at the other end."""
+        return self.sock.getpeername()[0]
+
+    @property
+    def here(self) -> str:
+        """The host of this end, as the other one reaches it."""
+        return self.sock.getsockname()[0]
+
+    def send(self, message: Message) -> None:
+        with self._sending:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def read(self) -> list[Message]:
+        """Return the messages that one read brings. Raise an OSError if the connection has ended."""
+        found = self.sock.recv(1 << 16)
+        if not found:
+            raise ConnectionError("the connection has ended")
+        *lines, self._rest = (self._rest + found).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def next(self) -> Message:
+        """Wait for the next message, and return it."""
+        while not self._read:
+            self._read = self.read()
+        return self._read.pop(0)
+
+    def ask(self, message: Message) -> Message:
+        """Send a message, and return the answer, which comes at once."""
+        self.send(message)
+        return self.next()
+
+    def has_ended(self) -> bool:
+        """Return whether the other end has closed the connection."""
+        with suppress(BlockingIOError):
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        return False
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+@final
+class Listener:
+    """What listens on rank 0 of an island: it holds the register, or says who does. A thread runs it.
+
+    Args:
+        meet: The addresses at which newcomers look for a run.
+        facts: What must be the same on all islands, by name.
+    """
+
+    def __init__(self, meet: Sequence[str], facts: Mapping[str, str], silence: float, late: float) -> None:
+        self._meet, self._facts, self._silence, self._late = meet, facts, silence, late
+        self._select = selectors.DefaultSelector()
+        self._wires: dict[int, Wire] = {}  # of islands, by number
+        self._lock = threading.Lock()
+        self.register: Register | None = None
+        self.run = ""  # the name of the run that this island is in
+        self.holder = ""  # the address of its holder, if that is another island
+        self.invited = ""  # where a run is, which has found this island
+        self._looking: threading.Thread | None = None
+        # The first address of `meet` that is this machine's and free, or -1. It is the one that newcomers find.
+        self.place, self.port = -1, 0
+        self.listen()
+        self._ends = False
+        self._thread = start_daemon("towpath-islands", self._serve, self.close)
+
+    def listen(self) -> None:
+        """Listen at the first address of `meet` that is free here, or else anywhere."""
+        if self.place >= 0:
+            return
+        for place, address in enumerate(self._meet):
+            host, port = parsed(address)
+            with suppress(OSError):
+                socket.create_server((host, 0)).close()  # raises unless the address is this machine's
+                self._add(socket.create_server(("", port), backlog=64))
+                self.place, self.port = place, port
+                return
+        if not self.port:
+            anywhere = socket.create_server(("", 0), backlog=64)
+            self._add(anywhere)
+            self.port = anywhere.getsockname()[1]
+
+    def _add(self, server: socket.socket) -> None:
+        server.setblocking(False)
+        self._select.register(server, selectors.EVENT_READ)
+
+    def hold(self, register: Register, run: str) -> None:
+        """Hold the register of a run from now on."""
+        with self._lock:
+            self.listen()
+            self.register, self.run = register, run
+
+    def close(self) -> None:
+        self._ends = True
+
+    # The thread -------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while not self._ends:
+            for key, _ in self._select.select(_PAUSE_SECONDS):
+                if key.data is None:
+                    with suppress(OSError):
+                        accepted, _ = key.fileobj.accept()  # pyright: ignore[reportAttributeAccessIssue]
+                        self._select.register(accepted, selectors.EVENT_READ, Wire(accepted))
+                else:
+                    self._hear(key.data)
+            with self._lock:
+                if self.register is not None:
+                    self.register.tick(time.monotonic())
+                    self._send_answers()
+            self._look_around()
+        for key in list(self._select.get_map().values()):
+            key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    def _hear(self, wire: Wire) -> None:
+        try:
+            for message in wire.read():
+                with self._lock:
+                    self._take(wire, message)
+                    self._send_answers()
+        except Exception as error:  # it has ended, or is another program
+            self._forget(wire, "its connection has ended" if isinstance(error, OSError) else repr(error))
+
+    def _forget(self, wire: Wire, why: str) -> None:
+        with suppress(KeyError, ValueError):
+            self._select.unregister(wire.sock)
+        wire.close()
+        with self._lock:
+            number = wire.number
+            if number is not None and self._wires.get(number) is wire:
+                del self._wires[number]
+                if self.register is not None:
+                    self.register.leave(number, why, time.monotonic())
+                    self._send_answers()
+
+    def _take(self, wire: Wire, message: Message) -> None:
+        now = time.monotonic()
+        if "hello" in message:
+            wire.send(self._answer(wire, message, now))
+        elif "look" in message:
+            if not self.run:
+                self.invited = message["look"]["at"]
+            self._compare(message["look"])
+            wire.send(self._self())
+        elif "bye" in message and wire.number is not None and self.register is not None:
+            self._wires.pop(wire.number, None)
+            self.register.leave(wire.number, message["bye"], now)
+        elif wire.number is not None and self.register is not None:
+            self.register.hear(wire.number, message, now)
+
+    def _answer(self, wire: Wire, hello: Message, now: float) -> Message:
+        """Return the answer to an island that comes."""
+        if self.register is None:
+            if not self.run:
+                return {"wait": self.place}
+            host, _, port = self.holder.rpartition(":")
+            return {"at": f"{wire.here if host.startswith(_LOCAL) else host}:{port}"}
+        for name, mine in self._facts.items():
+            theirs = hello["facts"].get(name)
+            if theirs != mine:
+                return {"refused": f"{name} is {theirs} here, and {mine} on the islands of the run."}
+        number = hello.get("number")
+        if number is not None and (_name(hello["run"]) != _name(self.run) or number in self._wires):
+            return {"unknown": True}
+        if number is not None and number not in self.register.expected and number != self.register.number:
+            return {"end": "the other islands went on without this one. Start it again, and it joins them."}
+        host = wire.peer if not wire.peer.startswith(_LOCAL) else self._reachable()
+        wire.number = self.register.arrive(hello, f"{host}:{hello['port']}", now)
+        self._wires[wire.number] = wire
+        return {"welcome": wire.number, "run": self.run, "at": f"{wire.here}:{self.port}"}
+
+    def _reachable(self) -> str:
+        """Return the host of this machine as islands elsewhere reach it, if there are any."""
+        hosts = [wire.here for wire in self._wires.values() if not wire.here.startswith(_LOCAL)]
+        return hosts[0] if hosts else "127.0.0.1"
+
+    def _send_answers(self) -> None:
+        register = self.register
+        if register is None:
+            return
+        while register.answers:
+            number, answer = register.answers.pop(0)
+            wire = self._wires.get(number)
+            if wire is not None:
+                with suppress(OSError):  # its end is noticed where it is read
+                    wire.send(answer)
+                if "end" in answer:
+                    del self._wires[number]
+
+    def _look_around(self) -> None:
+        """Look at the other addresses of `meet`: for islands that have found no run, and for another half of this."""
+        if self.register is None or (self._looking is not None and self._looking.is_alive()):
+            return
+        others = [address for place, address in enumerate(self._meet) if place != self.place]
+        self._looking = start_daemon("towpath-islands-look", partial(self._look, others))
+
+    def _look(self, addresses: Sequence[str]) -> None:
+        for address in addresses:
+            with suppress(OSError, ValueError):
+                wire = Wire.to(address)
+                answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
+                wire.close()
+                self._compare(answer | {"at": address})
+        time.sleep(_LOOK_SECONDS)
+
+    def _self(self) -> Message:
+        """Return what tells this run from another one, and which of two halves counts."""
+        return {"run": self.run, "facts": self._facts, "size": len(self.register.members) if self.register else 0}
+
+    def _compare(self, other: Message) -> None:
+        """End the islands of this register if the other half of the run is larger."""
+        register, mine = self.register, self._self()
+        if register is None or other["facts"] != self._facts or not other["size"] or not mine["size"]:
+            return
+        if other["run"] != self.run and (other["size"], other["run"]) > (mine["size"], self.run):
+            text = (
+                f"{other['size']} islands of another run are at {other['at']}, and {mine['size']} here. Those "
+                "are more, or began later, and count. Start this one again, and it joins them."
+            )
+            register.answers += [(number, {"end": text}) for number in register.members]
+            register.members.clear()
+            self._send_answers()
+
+
+def _name(run: str) -> str:
+    """Return the name of a run without the islands that held its register."""
+    return run.partition(" ")[0]
+
+
+@final
+class Seat:
+    """The seat of an island at the meeting point, on its rank 0: it asks the holder, and finds or becomes the next one.
+
+    Args:
+        meet: The addresses at which to look for a run, with commas between.
+        facts: What must be the same on all islands, by name.
+        store: The port of the store of this island.
+        silence: Seconds after which the holder, or an island, that sends nothing is lost.
+        late: Seconds that an island may be late at an exchange, at least.
+        wait: Seconds after which an island that finds no run, and cannot begin one, fails.
+    """
+
+    def __init__(
+        self, meet: str, facts: Mapping[str, str], store: int, silence: float, late: float, wait: float
+    ) -> None:
+        self._store = store
+        self._meet = [address.strip() for address in meet.split(",")]
+        self._facts, self._silence, self._late, self._wait = dict(facts), silence, late, wait
+        self._listener = Listener(self._meet, self._facts, silence, late)
+        self._wire: Wire | None = None
+        self._lock = threading.RLock()
+        self.number = -1
+        self.founded = False  # whether this island has begun the run
+        self._last: Message = {}  # the GO of the last exchange
+        self._state: Message = {"next_number": 0, "next_block": 0}
+        self._asks = False  # whether a thread reads the answers
+        self._ends = False
+
+    @property
+    def host(self) -> str:
+        """The host of the holder, as this island reaches it."""
+        assert self._wire is not None
+        return self._wire.peer
+
+    # Coming and going -------------------------------------------------------------------------------------------------
+
+    def join(self, next_block: int, say: Callable[[str], object]) -> None:
+        """Join the run that is there, or begin one. `next_block`: the first block of samples that a new run reads."""
+        began, listener, said = time.monotonic(), self._listener, False
+        known = [*self._last.get("addresses", {}).values(), *self._meet]
+        while True:
+            mine = self._meet[listener.place] if listener.place >= 0 else ""
+            found = [self._come_to(each) or {} for each in (listener.invited, *known) if each not in ("", mine)]
+            if self._wire is not None:
+                break
+            waited = time.monotonic() - began
+            # Of several that have found nobody, the one at the first of the addresses begins.
+            first = min((each["wait"] for each in found if each.get("wait", -1) >= 0), default=len(self._meet))
+            if 0 <= listener.place <= first and waited > _ALONE_SECONDS:
+                self._found(next_block)
+                break
+            if waited > self._wait:
+                raise ConfigError(
+                    f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this machine has none "
+                    "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
+                    "address of this machine, too."
+                )
+            if listener.place < 0 and not said:
+                say(f"waiting for an island at {', '.join(self._meet)}")
+                said = True
+            time.sleep(_PAUSE_SECONDS)
+            listener.listen()  # an address may be free by now
+        start_daemon("towpath-islands-ping", self._ping, self.close)
+
+    def _come_to(self, address: str, number: int | None = None) -> Message | None:
+        """Say hello at an address, and follow where it leads. Return the answer, or None if there is none."""
+        answer: Message | None = None
+        with suppress(OSError, ValueError):
+            for _ in range(3 if self._wire is None else 0):
+                wire = Wire.to(address)
+                hello = {"hello": True, "facts": self._facts, "port": self._listener.port, "number": number}
+                hello |= {"run": self._listener.run, "last": self._state.get("last"), "store": self._store}
+                answer = wire.ask(hello)
+                if "welcome" in answer:
+                    self._sit(wire, answer, address)
+                    return answer
+                wire.close()
+                if "refused" in answer:
+                    raise ConfigError(f"this island cannot join the run at {address}: {answer['refused']}")
+                if "at" not in answer or answer["at"] == address:
+                    return answer
+                address = answer["at"]
+        return answer
+
+    def _sit(self, wire: Wire, welcome: Message, address: str) -> None:
+        self.number = welcome["welcome"]
+        self._listener.run, self._listener.holder = welcome["run"], address
+        wire.sock.settimeout(self._silence)
+        self._wire = wire
+
+    def _found(self, next_block: int) -> None:
+        """Begin a run, as its first island."""
+        self.number, self.founded = 0, True
+        self._state = {"next_number": 1, "next_block": next_block}
+        self._hold(Register(0, self._state, {}, self._silence, self._late, time.monotonic()), uuid.uuid4().hex)
+
+    def _hold(self, register: Register, run: str) -> None:
+        self._listener.hold(register, run)
+        found = self._come_to(f"127.0.0.1:{self._listener.port}", self.number)
+        assert self._wire is not None, found
+
+    def leave(self, why: str = "it has ended") -> None:
+        """Leave the others, who go on. This island may join again."""
+        with self._lock:
+            if self._wire is not None:
+                with suppress(OSError):
+                    self._wire.send({"bye": why})
+                self._wire.close()
+                self._wire = None
+
+    def close(self) -> None:
+        """Leave for good."""
+        self._ends = True
+        self.leave()
+        self._listener.close()
+
+    # Asking -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, message: Message) -> Message:
+        """Send READY or VOTE, and return the answer of the holder, whoever that is by then."""
+        while True:
+            wire = self._wire
+            if wire is None:
+                raise StepError("this island has left the others.")
+            try:
+                self._asks = True
+                if message:
+                    wire.send(message)
+                # "pong" is but a sign of life.
+                answer = next(each for each in iter(wire.next, None) if "pong" not in each)
+            except (OSError, ValueError):
+                self._fail_over(wire)
+                continue
+            finally:
+                self._asks = False
+            self._note(answer)
+            return answer
+
+    def _note(self, answer: Message) -> None:
+        """Keep what this island would need to hold the register."""
+        if "end" in answer:
+            self.leave()
+            raise StepError(answer["end"])
+        if "addresses" in answer:
+            self._last = answer
+            self._state |= answer.get("state", {})
+        if "outcome" in answer:
+            self._state["last"] = [answer["outcome"], answer["applied"]]
+
+    def _ping(self) -> None:
+        """Say now and then that this island is there, and notice when the holder has ended."""
+        while not self._ends:
+            time.sleep(_PING_SECONDS)
+            wire = self._wire
+            if wire is None:
+                return
+            try:
+                wire.send({"ping": True})
+                if not self._asks and wire.has_ended():
+                    raise ConnectionError
+            except OSError:
+                with suppress(StepError):  # the next exchange raises it again
+                    self._fail_over(wire)
+
+    def _fail_over(self, lost: Wire) -> None:
+        """Go on with another holder, or become it. `lost`: the connection that has ended."""
+        with self._lock:
+            if self._wire is not lost:  # another thread has done it, or this island has left
+                return
+            lost.close()
+            self._wire = None
+            old, until = self._listener.holder, time.monotonic() + self._silence
+            known = {int(n): a for n, a in self._last.get("addresses", {}).items()}
+            # The next holder is the island with the lowest number that has the slow weights.
+            trained = sorted(set(self._last.get("trained", ())) - {self._last.get("holder")})
+            before = [n for n in trained if self.number not in trained or n < self.number]
+            while True:
+                # If the old holder is there, only the connection to it has ended, and it has noticed.
+                answers = [self._come_to(address, self.number) or {} for address in (old, *(known[n] for n in before))]
+                if self._wire is not None:
+                    return
+                if ends := [answer["end"] for answer in answers if "end" in answer]:
+                    raise StepError(ends[0])
+                # An island that has not noticed yet still names the old holder.
+                if self.number in trained and not any("at" in answer for answer in answers[1:]):
+                    now = time.monotonic()
+                    register = Register(self.number, self._state, known, self._silence, self._late, now)
+                    register.leave(self._last["holder"], "it held the meeting point, which another one does now", now)
+                    self._hold(register, f"{_name(self._listener.run)} {self.number}")
+                    return
+                if time.monotonic() > until or not trained:
+                    break
+                time.sleep(_PAUSE_SECONDS)
+        raise StepError(
+            f"this island lost the others: nobody answers at {', '.join([old, *(known[n] for n in before)])}. One of "
+            "them would have to hold the meeting point. Start it again, and it looks for them."
+        )

@@ -1,0 +1,254 @@
+"""The register of the islands that are there. It decides who takes part in an exchange, and whether its result counts.
+
+One island holds the register (`meeting.py`), and all of them send it messages. This module decides the answers. It
+needs neither sockets nor a clock of its own.
+
+    READY   an island has reached an exchange. When all of them have, each gets GO, with the members and their weights.
+    VOTE    an island has the sum, with its digest, or not. When all that are left have voted, each gets the OUTCOME.
+
+A result is applied if every island that is left has the same sum. Otherwise all of them drop it. An island that has
+voted never decides by itself. If the holder ends, the next one collects what each island waits for, and which outcome
+it got last. If one of them knows the outcome, it holds for all. If none does, those that are left vote again: the
+island that has ended may have applied the result, but it takes part in nothing any more.
+
+Newcomers are admitted by a GO. They take part in all later exchanges with weight 0, so that they know what happens to
+the slow weights, which an island sends them meanwhile (`islands.py`). They are ready for any exchange.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# An optimizer step, a fragment, and how often islands have tried to exchange it at that step.
+Key = tuple[int, int, int]
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Member:
+    """An island in the register."""
+
+    number: int
+    address: str  # where it listens, and would hold the register
+    port: int  # of its store, over which groups are formed
+    heard: float  # when it sent something last
+    told: Message = field(default_factory=dict[str, Any])  # what it waits for an answer to: READY or VOTE
+    since: float = 0.0  # when it sent that
+    admitted: bool = True  # whether it takes part in exchanges
+    donor: int = -1  # the island whose slow weights it takes
+
+    @property
+    def key(self) -> Key | None:
+        """The exchange that it waits in. None if it is ready for any."""
+        return key_of(self.told.get("key"))
+
+
+def key_of(written: Any) -> Key | None:
+    """Return a key as JSON has it."""
+    return None if written is None else (written[0], written[1], written[2])
+
+
+class Register:
+    """The islands of a run, as their holder knows them.
+
+    Args:
+        number: The number of the island that holds it.
+        state: What islands know of the run: `next_number`, `next_block`, `step`, and `last`, the last outcome.
+        expected: Islands of the register before, which have to come to this one: their addresses, by number.
+        silence: Seconds after which an island that sends nothing is lost.
+        late: Seconds that an island may be late at an exchange, at least.
+    """
+
+    def __init__(
+        self, number: int, state: Message, expected: Mapping[int, str], silence: float, late: float, now: float
+    ) -> None:
+        self.number, self.silence = number, silence
+        self.next_number: int = state["next_number"]
+        self.next_block: int = state["next_block"]
+        self._last: tuple[Key, bool] | None = None
+        self._note_last(state.get("last"))
+        self.members: dict[int, Member] = {}
+        self.expected = {n: Member(n, address, 0, now) for n, address in expected.items()}
+        self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
+        self._said: list[str] = []
+        self._late = late
+        self._began: dict[int, float] = {}  # when each fragment was exchanged last
+        self._view: tuple[int, ...] = ()  # the members of the last exchange
+        self._views = 0
+        self._step: int = state.get("step", 0)
+
+    # What islands do --------------------------------------------------------------------------------------------------
+
+    def arrive(self, hello: Message, address: str, now: float) -> int:
+        """Add an island, and return its number. One that was in the register before has a number already."""
+        number = hello.get("number")
+        if number is None:
+            number, self.next_number = self.next_number, self.next_number + 1
+            self.members[number] = Member(number, address, hello["store"], now, admitted=False)
+        else:
+            self.expected.pop(number, None)
+            self.members[number] = Member(number, address, hello["store"], now)
+            self._note_last(hello.get("last"))
+        return number
+
+    def hear(self, number: int, message: Message, now: float) -> None:
+        """Take a message of an island."""
+        member = self.members.get(number)
+        if member is None:
+            return
+        member.heard = now
+        if "ping" in message:
+            if member.told or not member.admitted:  # it waits, and must know that this one is there
+                self.answers.append((number, {"pong": True}))
+            return
+        member.told, member.since = message, now
+        self._settle(now)
+
+    def leave(self, number: int, why: str, now: float) -> None:
+        """Remove an island. The others go on without it."""
+        self._remove(number, why)
+        self._settle(now)
+
+    def _remove(self, number: int, why: str) -> None:
+        gone = self.members.pop(number, None) or self.expected.pop(number, None)
+        if gone is not None and gone.admitted:
+            left = len(self._those_there) + len(self.expected)
+            self._said.append(f"island {number} of {left + 1} left after step {self._step}: {why}; {left} go on")
+        for member in list(self.members.values()):
+            if member.donor == number and member.told.get("ready") and member.key is None and not member.told["blocks"]:
+                self._dismiss(member.number, f"island {number} ended while it sent its weights")
+
+    def _dismiss(self, number: int, why: str) -> None:
+        text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
+        self.answers.append((number, {"end": text}))
+        self._remove(number, why)
+
+    def tick(self, now: float) -> None:
+        """Remove islands that are silent or late."""
+        for member in [*self.members.values(), *self.expected.values()]:
+            if now - member.heard > self.silence:
+                self._dismiss(member.number, f"nothing was heard of it for {self.silence:.0f} s")
+        waiting = [m for m in self._those_there if m.told]
+        limit = self._limit(waiting)
+        if waiting and now - min(m.since for m in waiting) > limit:
+            keys = [m.key for m in waiting if m.key is not None]
+            for member in self._those_there:
+                if not member.told or (member.key is not None and member.key != min(keys)):
+                    self._dismiss(member.number, f"the others waited {limit:.0f} s for it")
+        self._settle(now)
+
+    @property
+    def _those_there(self) -> list[Member]:
+        return [m for _, m in sorted(self.members.items()) if m.admitted]
+
+    def _limit(self, waiting: list[Member]) -> float:
+        """Return for how many seconds a late island is awaited: by what the last period took, and at least `late`."""
+        begun = [self._began[m.key[1]] for m in waiting if m.key is not None and m.key[1] in self._began]
+        return max([self._late, *(2 * (m.since - b) for b in begun for m in waiting)])
+
+    def _note_last(self, last: Any) -> None:
+        if last is not None:
+            found = key_of(last[0])
+            assert found is not None
+            if self._last is None or found > self._last[0]:
+                self._last = found, last[1]
+
+    # What follows -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Answer if no island has to be awaited."""
+        there = self._those_there
+        # After a change of the holder, an island may wait for an outcome that another one knows.
+        for member in there:
+            if member.told and self._last is not None and member.key == self._last[0]:
+                self._answer(member, {"outcome": member.key, "applied": self._last[1], "why": "its holder has ended"})
+        if not there or self.expected or not all(m.told for m in there):
+            return
+        voted = [m for m in there if "vote" in m.told]
+        keys = {m.key for m in there} - {None}
+        if voted:
+            self._decide([m for m in there if m.key == voted[0].key])
+        elif len(keys) == 1:
+            self._go(there, now)
+        elif not keys:
+            for member in there:
+                self._answer(member, {"end": "all islands that train have ended. Start this one again."})
+
+    def _decide(self, members: list[Member]) -> None:
+        """Send the outcome of an exchange. One that is still READY for it has not got the GO of a holder that ended."""
+        key = members[0].key
+        assert key is not None
+        problems = [f"island {m.number}: {m.told.get('why') or 'not begun'}" for m in members if not m.told.get("ok")]
+        if not problems and len({m.told["digest"] for m in members}) > 1:
+            sums = ", ".join(f"{m.told['digest'] & 0xFFFFFFFF:08x} on island {m.number}" for m in members)
+            problems.append(f"different sums: {sums}")
+        self._last = key, not problems
+        if problems:
+            self._view = ()  # groups whose exchange failed are not used again
+        for member in members:
+            self._answer(member, {"outcome": key, "applied": not problems, "why": "; ".join(problems)})
+        for member in self.members.values():
+            member.admitted |= member.donor >= 0
+
+    def _go(self, members: list[Member], now: float) -> None:
+        """Let an exchange begin."""
+        trained = [m for m in members if m.key is not None]
+        if self._end_those_that_differ(trained):
+            self._settle(now)
+            return
+        key = trained[0].key
+        assert key is not None
+        self._step = key[0]
+        self._began[key[1]] = now
+        numbers = tuple(m.number for m in members)
+        if numbers != self._view:
+            self._view, self._views = numbers, self._views + 1
+        is_boundary = any(m.told.get("blocks") for m in trained)
+        for member in members:
+            if is_boundary and member.key is None and member.told.get("blocks"):
+                whose = f"with the slow weights of island {member.donor}"
+                self._said.append(f"island {member.number} joined at step {key[0]} {whose}")
+        newcomers = [m for m in self.members.values() if not m.admitted]
+        for i, member in enumerate(newcomers):
+            member.donor = trained[-1 - i % len(trained)].number
+        blocks: dict[int, list[int]] = {}
+        for member in members:
+            count = member.told.get("blocks", 0) if is_boundary else 0
+            blocks[member.number] = list(range(self.next_block, self.next_block + count))
+            self.next_block += count
+        common = {"addresses": {m.number: m.address for m in members}, "port": self.members[self.number].port}
+        go = common | {
+            "go": key,
+            "members": numbers,
+            "weights": [m.told["weight"] for m in members],
+            "view": f"{self.number}.{self._views}",
+            "trained": [m.number for m in trained],
+            "holder": self.number,
+            "state": {"next_number": self.next_number, "next_block": self.next_block, "step": self._step},
+            "donors": [[m.donor, m.number] for m in newcomers],
+        }
+        said = self._take_said()
+        for member in members:
+            self._answer(member, go | {"blocks": blocks[member.number], "said": said})
+        for member in newcomers:
+            self.answers.append((member.number, common | {"donation": member.donor}))
+
+    def _end_those_that_differ(self, trained: list[Member]) -> bool:
+        """End islands whose slow weights differ from those of most, and all if no value has most. Return if any do."""
+        (most, count), *others = Counter(m.told["digest"] for m in trained).most_common()
+        for member in trained if others else ():
+            if member.told["digest"] != most or others[0][1] == count:
+                found = ", ".join(f"{m.told['digest'] & 0xFFFFFFFF:08x} on island {m.number}" for m in trained)
+                self._dismiss(member.number, f"its slow weights differ, whose digests are {found}")
+        return bool(others)
+
+    def _answer(self, member: Member, answer: Message) -> None:
+        member.told = {}
+        self.answers.append((member.number, answer))
+
+    def _take_said(self) -> list[str]:
+        said, self._said = self._said, []
+        return said

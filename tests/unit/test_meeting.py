@@ -1,0 +1,248 @@
+"""The register of islands: whatever ends when, all that are left apply the same results."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from towpath.outer.register import Key, Register
+
+SILENCE, LATE = 30.0, 60.0
+EXCHANGES = 6
+
+
+def register(number: int = 0, **state: Any) -> Register:
+    return Register(number, {"next_number": 1, "next_block": 3} | state, {}, SILENCE, LATE, 0.0)
+
+
+def come(found: Register, number: int | None, now: float = 0.0, last: Any = None) -> int:
+    return found.arrive({"number": number, "store": 1, "last": last}, f"host:{number}", now)
+
+
+def ready(key: Key | None, weight: int = 1, digest: int | None = 7, blocks: int = 0) -> dict[str, Any]:
+    return {"ready": True, "key": key, "weight": weight, "digest": digest, "blocks": blocks}
+
+
+def vote(key: Key, ok: bool = True, digest: int = 1) -> dict[str, Any]:
+    return {"vote": True, "key": key, "ok": ok, "digest": digest, "why": "" if ok else "lost"}
+
+
+def answers(found: Register) -> dict[int, Any]:
+    taken, found.answers = dict(found.answers), []
+    return taken
+
+
+def three_that_train() -> Register:
+    found = register()
+    come(found, 0)
+    for number in (1, 2):
+        come(found, number)
+    return found
+
+
+# --- one exchange after the other -------------------------------------------------------------------------------------
+
+
+def test_an_exchange_begins_when_all_are_there_and_counts_when_all_have_the_same_sum() -> None:
+    found, key = three_that_train(), (4, 0, 0)
+    for number in (2, 0):
+        found.hear(number, ready(key), 1.0)
+    assert answers(found) == {}
+    found.hear(1, ready(key, weight=2), 1.0)
+    go = answers(found)
+    assert [go[n]["members"] for n in range(3)] == [(0, 1, 2)] * 3
+    assert go[0]["weights"] == [1, 2, 1]
+    for number in range(3):
+        found.hear(number, vote(key), 2.0)
+    assert {n: each["applied"] for n, each in answers(found).items()} == {0: True, 1: True, 2: True}
+
+
+@pytest.mark.parametrize("other", [vote((4, 0, 0), ok=False), vote((4, 0, 0), digest=2)], ids=["no sum", "another sum"])
+def test_without_the_same_sum_on_all_islands_nobody_applies_it(other: dict[str, Any]) -> None:
+    found, key = three_that_train(), (4, 0, 0)
+    for number in range(3):
+        found.hear(number, ready(key), 1.0)
+    view = answers(found)[0]["view"]
+    for number, each in enumerate((vote(key), other, vote(key))):
+        found.hear(number, each, 2.0)
+    assert {n: each["applied"] for n, each in answers(found).items()} == {0: False, 1: False, 2: False}
+    for number in range(3):
+        found.hear(number, ready((8, 0, 0)), 3.0)
+    assert answers(found)[0]["view"] != view, "groups are formed anew after a failure"
+
+
+def test_those_that_are_left_decide_without_the_one_that_ended() -> None:
+    found, key = three_that_train(), (4, 0, 0)
+    for number in range(3):
+        found.hear(number, ready(key), 1.0)
+    answers(found)
+    for number in (0, 2):
+        found.hear(number, vote(key, ok=False), 2.0)
+    assert answers(found) == {}
+    found.leave(1, "its connection has ended", 2.0)
+    assert {n: each["applied"] for n, each in answers(found).items()} == {0: False, 2: False}
+    for number in (0, 2):
+        found.hear(number, ready((8, 0, 0), weight=2), 3.0)
+    go = answers(found)
+    assert go[0]["members"] == (0, 2) and go[0]["weights"] == [2, 2]
+    assert go[2]["said"] == ["island 1 of 3 left after step 4: its connection has ended; 2 go on"]
+
+
+def test_a_silent_island_and_a_late_one_are_told_that_the_others_go_on() -> None:
+    found, key = three_that_train(), (4, 0, 0)
+    for now in (10.0, 40.0, 60.0, 80.0):
+        for number in (0, 1):
+            found.hear(number, {"ping": True}, now)
+        found.tick(now)
+    assert list(answers(found)) == [2], "nothing was heard of it for 30 s"
+    found.hear(0, ready(key), 80.0)
+    for now in (100.0, 120.0, 139.0):
+        for number in (0, 1):
+            found.hear(number, {"ping": True}, now)
+        found.tick(now)
+        assert set(answers(found)) <= {0}
+    found.tick(141.0)
+    told = answers(found)
+    assert "waited 60 s" in told[1]["end"] and told[0]["members"] == (0,)
+
+
+def test_islands_with_other_slow_weights_than_most_end() -> None:
+    found, key = three_that_train(), (4, 0, 0)
+    for number, digest in enumerate((7, 8, 7)):
+        found.hear(number, ready(key, digest=digest), 1.0)
+    told = answers(found)
+    assert "differ" in told[1]["end"] and told[0]["members"] == (0, 2)
+    for number, digest in ((0, 7), (2, 9)):
+        found.hear(number, ready((8, 0, 0), digest=digest), 1.0)
+    assert all("differ" in each["end"] for each in answers(found).values()), "two cannot tell which of them is right"
+
+
+def test_a_newcomer_watches_until_it_has_the_slow_weights_and_then_gets_data_of_its_own() -> None:
+    found = register()
+    come(found, 0)
+    new = come(found, None)
+    found.hear(0, ready((4, 0, 0), blocks=1), 1.0)
+    told = answers(found)
+    assert told[0]["members"] == (0,) and told[0]["donors"] == [[0, 1]] and told[0]["blocks"] == [3]
+    assert told[new]["donation"] == 0
+    found.hear(new, ready(None, 0, None), 1.0)  # for the next exchange
+    found.hear(0, vote((4, 0, 0)), 1.0)
+    assert answers(found)[0]["applied"]
+    for step, wanted, got in ((8, 0, []), (12, 3, [6, 7, 8])):
+        found.hear(new, ready(None, 0, None, wanted), 1.0)
+        found.hear(0, ready((step, 0, 0), blocks=1), 1.0)
+        told = answers(found)
+        assert told[0]["members"] == (0, 1) and told[0]["weights"] == [1, 0]
+        assert told[1]["blocks"] == (got if wanted else []) and told[0]["blocks"] not in ([], got)
+        found.hear(0, vote((step, 0, 0)), 1.0)
+        found.hear(1, vote((step, 0, 0)), 1.0)
+        answers(found)
+
+
+# --- holders that end at any moment -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Node:
+    """An island as the register sees it: what it waits for, what it knows, and what it applied."""
+
+    number: int
+    step: int = 1
+    told: dict[str, Any] = field(default_factory=dict)  # what it waits for an answer to
+    unsent: list[dict[str, Any]] = field(default_factory=list)
+    members: tuple[int, ...] = ()
+    last: Any = None
+    outcomes: dict[Key, bool] = field(default_factory=dict)
+    view: str = ""
+    sits: bool = True  # whether it has come to the holder
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.told = message
+        self.unsent.append(message)
+
+
+class Net:
+    """Islands that exchange, lose each other, and change the holder, in a random order."""
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.random = random.Random(seed)
+        self.nodes = {n: Node(n, members=tuple(range(count))) for n in range(count)}
+        self.holder, self.register = 0, register()
+        self.answers: list[tuple[int, Any]] = []
+        for n in self.nodes:
+            come(self.register, n)
+        for node in self.nodes.values():
+            node.tell(ready((1, 0, 0)))
+
+    def run(self) -> None:
+        kills = len(self.nodes) - 1
+        while any(len(node.outcomes) < EXCHANGES for node in self.nodes.values()):
+            if kills and self.random.random() < 0.03:
+                kills -= 1
+                self.kill(self.random.choice(list(self.nodes)))
+            self.advance(self.random.choice(list(self.nodes.values())))
+
+    def kill(self, number: int) -> None:
+        del self.nodes[number]
+        if number != self.holder:
+            self.register.leave(number, "ended", 0.0)
+            self.collect()
+            return
+        # What the holder has not sent is lost. The island with the lowest number holds the register next.
+        self.answers.clear()
+        self.holder = min(self.nodes)
+        mine = self.nodes[self.holder]
+        state = {"next_number": 9, "next_block": 9, "last": mine.last}
+        expected = dict.fromkeys(mine.members, "")
+        self.register = Register(self.holder, state, expected, SILENCE, LATE, 0.0)
+        for n in set(expected) - set(self.nodes):
+            self.register.leave(n, "ended", 0.0)
+        for node in self.nodes.values():
+            node.sits, node.unsent = False, []
+
+    def advance(self, node: Node) -> None:
+        if not node.sits:
+            come(self.register, node.number, last=node.last)
+            node.sits = True
+            node.unsent = [node.told] if node.told else []
+        elif node.unsent:
+            self.register.hear(node.number, node.unsent.pop(0), 0.0)
+        elif mine := [each for each in self.answers if each[0] == node.number]:
+            self.answers.remove(mine[0])
+            self.take(node, mine[0][1])
+        self.collect()
+
+    def collect(self) -> None:
+        self.answers += self.register.answers
+        self.register.answers = []
+
+    def take(self, node: Node, answer: Any) -> None:
+        if "go" in answer:
+            key = answer["go"]
+            node.members, node.view = answer["members"], answer["view"]
+            # A sum needs all members, and may fail on some of them only.
+            ok = set(answer["members"]) <= set(self.nodes) and self.random.random() < 0.9
+            node.tell(vote(key, ok))
+        else:
+            key = answer["outcome"]
+            node.outcomes[key], node.last = answer["applied"], (key, answer["applied"])
+            node.step += 1
+            node.tell(ready((node.step, 0, 0)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_all_that_are_left_apply_the_same_results_whoever_ends_when(count: int) -> None:
+    applied = dropped = 0
+    for seed in range(300):
+        net = Net(seed, count)
+        net.run()
+        first, *others = net.nodes.values()
+        for other in others:
+            for key in first.outcomes.keys() & other.outcomes.keys():
+                assert first.outcomes[key] == other.outcomes[key], (seed, key)
+        applied += sum(first.outcomes.values())
+        dropped += sum(not each for each in first.outcomes.values())
+    assert applied > 100 and dropped > 100
