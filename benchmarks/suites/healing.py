@@ -23,6 +23,7 @@ shows what healing is compared with. After a failure, the folder of the run stay
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import random
 import re
@@ -103,7 +104,9 @@ class HealingCase:
         try:
             if reference is None:
                 settings.say("first the undisturbed run")
-                reference = HealingRun(replace(self, keeps="folder"), folder / "undisturbed")
+                kept = Path(tempfile.mkdtemp(prefix="towpath-healing-undisturbed-", dir=settings.options.folder))
+                atexit.register(shutil.rmtree, kept, ignore_errors=True)
+                reference = HealingRun(replace(self, keeps="folder"), kept / "undisturbed")
                 reference.carry_out([], settings.say)
                 _references[self.strategy, self.model] = reference
             run = HealingRun(self, folder / "disturbed")
@@ -114,7 +117,7 @@ class HealingCase:
             text = str(error).replace(str(folder), "FOLDER").replace(str(ROOT), "ROOT").replace(sys.prefix, "PYTHON")
             settings.say(f"the folder stays: {folder}")
             raise CaseError(re.sub(r"/[\w.+-]+(/[\w.+-]+)+", lambda path: Path(path[0]).name, text)) from None
-        shutil.rmtree(run.folder)
+        shutil.rmtree(folder)
         limits = [Check("steps taken twice", found["steps_twice"], at_most=EVERY * len(self.losses))]
         return {"checks": [*limits, *(Check(f"seconds: {name}", s) for name, s in found["seconds"].items())], **found}
 
