@@ -32,7 +32,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "exchange": ("towpath.protect.buddies:BuddyExchange.run",),
     "publishing": ("towpath.protect.snapshots:Snapshots._publish",),
     "starting": ("towpath.train.job:init",),
-    "healing": ("towpath.protect.healing:_move", "towpath.checkpoint:load"),
+    "healing": ("towpath.protect.healing:move", "towpath.checkpoint:load"),
 }
 
 
