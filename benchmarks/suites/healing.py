@@ -209,7 +209,7 @@ class HealingRun:
     def printed(self) -> list[str]:
         """Return the lines of the product's table of seconds."""
         texts = [path.read_text(errors="replace") for path in sorted((self.folder / "output").glob("node*.txt"))]
-        return [line.strip() for text in texts for line in text.splitlines() if re.search(r"\bheal", line)]
+        return [line.strip() for text in texts for line in text.splitlines() if "healed: " in line]
 
 
 def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
@@ -251,8 +251,9 @@ def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
     seconds = {"noticing": max(raised.values(), default=0.0)}
     seconds["end of all"] = max(0.0, max(ended.values(), default=0.0) - seconds["noticing"])
     before = max(lost_at + sum(seconds.values()), run.rebuilt[number])
+    lives = [_last_life(run, number, rank) for rank in _RANKS]
     for what, part in _PARTS.items():
-        times = [next((e["time"] for e in _after(run, number, r) if e["what"] == what), None) for r in _RANKS]
+        times = [next((event["time"] for event in life if event["what"] == what), None) for life in lives]
         if None not in times:
             end = max(t for t in times if t is not None)
             seconds[part], before = end - before, end
@@ -273,6 +274,13 @@ def _after(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:
     """Return what a rank noted after a loss and before the next one."""
     until = run.lost[number + 1][1] if number + 1 < len(run.lost) else float("inf")
     return [event for event in run.events(rank) if run.lost[number][1] < event["time"] < until]
+
+
+def _last_life(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:
+    """Return what a rank noted since its last start. Before that, it may have gone on for steps after the loss."""
+    events = _after(run, number, rank)
+    starts = [place for place, event in enumerate(events) if event["what"] == "started"]
+    return events[starts[-1] :] if starts else []
 
 
 _RANKS = range(TOPOLOGY.world)
