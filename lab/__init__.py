@@ -2,6 +2,7 @@
 
     lab.py         Lab, for pytest, the command and the benchmarks    (in the owner's process)
     runs.py        scripts and calls on the nodes                     (in the owner's process)
+    elastic.py     jobs that go on when nodes are lost                (in the owner's process)
     rank.py        a script as one rank                               (in the rank's process)
     protocol.py    the requests between owner and keeper
     keeper.py      the process that holds the namespaces              (in the keeper's process)
@@ -13,6 +14,7 @@
 It belongs to the repository, not to the package: `towpath` never imports it. Only ranks and the demo import torch.
 """
 
+from lab.elastic import ElasticRun
 from lab.errors import LabError
 from lab.lab import PRELOAD, Lab, available
 from lab.links import LinkBytes, RackBytes, Rate, link_counters, window_bytes
@@ -20,6 +22,7 @@ from lab.runs import LabResult, LabRun
 
 __all__ = [
     "PRELOAD",
+    "ElasticRun",
     "Lab",
     "LabError",
     "LabResult",

@@ -17,22 +17,26 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from lab import links
 from lab.errors import LabError
-from lab.namespaces import Namespaces, cover_file, fork_first_process, leave_the_host, new_node
+from lab.links import LinkBytes
+from lab.namespaces import Namespaces, cover_file, empty, fork_first_process, leave_the_host, new_node
 from lab.processes import ProcessTable, receive_descriptor
 from lab.protocol import (
+    DISK,
     Answer,
     CreateNodes,
+    DestroyNode,
     EndProcesses,
     PlugCable,
     ReadCounters,
     ReadRackCounters,
+    RebuildNode,
     Refusal,
     Request,
     ShapeLinks,
@@ -86,15 +90,19 @@ class Keeper:
     """The nodes of a lab and their links. It answers the owner's requests."""
 
     def __init__(self, request: CreateNodes, bridge: Namespaces) -> None:
-        hosts, nodes = Path(request.folder, "hosts"), len(request.racks)
+        hosts, self._disk = Path(request.folder, "hosts"), Path(request.folder, DISK)
         # Torch's store listens on IPv6 where it can, and then looks up names in the second form.
-        names = [f"{form}{links.address(node)} node{node}" for form in ("", "::ffff:") for node in range(nodes)]
+        forms = [(form, *named) for form in ("", "::ffff:") for named in enumerate(request.names)]
+        names = [f"{form}{links.address(node)} {name}" for form, node, name in forms]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
-        self._bridge, self._racks = bridge, request.racks
-        self._nodes = [new_node(f"node{node}", bridge) for node in range(nodes)]
-        links.lay_cables(self._nodes, bridge, request.racks, request.rates)
+        self._disk.mkdir()
+        self._bridge, self._names, self._racks, self._rates = bridge, request.names, request.racks, request.rates
+        self._nodes: dict[int, Namespaces] = {}
+        self._carried = [LinkBytes(0, 0, 0) for _ in request.names]  # by the nodes that were destroyed
         self._processes = ProcessTable(self._nodes)
+        links.raise_bridges(request.racks)
+        self._raise_nodes(range(len(request.names)))
 
     def answer(self, request: Request, control: Connection) -> Answer:
         """Carry out a request. Its descriptors follow on `control`."""
@@ -104,17 +112,45 @@ class Keeper:
             case EndProcesses():
                 return self._processes.end(request)
             case ReadCounters():
-                return tuple(links.read_descriptor(node.counters) for node in self._nodes)
+                return tuple(map(self._count, range(len(self._names))))
             case ReadRackCounters():
                 return links.read_racks(self._bridge.counters, self._racks)
             case PlugCable():
                 return links.plug(request.node, request.connected)
+            case DestroyNode():
+                return self._destroy(request)
+            case RebuildNode():
+                return self._raise_nodes([request.node])
             case ShapeLinks():
+                self._rates = request.rates
                 return links.shape_links(self._nodes, self._bridge, self._racks, request.rates)
             case StartServer():
                 return self._start_server(request, receive_descriptor(control), control)
             case CreateNodes():
                 raise AssertionError("a keeper creates its nodes once")
+
+    def _raise_nodes(self, nodes: Iterable[int]) -> None:
+        new = {node: new_node(self._names[node], self._disk, self._bridge) for node in nodes}
+        self._nodes |= new
+        links.lay_cables(new, self._bridge, self._racks, self._rates)
+
+    def _destroy(self, request: DestroyNode) -> None:
+        node, spaces = request.node, self._nodes[request.node]
+        if request.silent:
+            links.plug(node, connected=False)
+        self._processes.end_node(node)
+        if not request.silent:
+            links.wait_for_farewells(spaces)
+        self._carried[node] = self._count(node)
+        links.remove_cable(node)
+        empty(spaces, self._disk)
+        del self._nodes[node]
+        spaces.close()
+
+    def _count(self, node: int) -> LinkBytes:
+        spaces = self._nodes.get(node)
+        now = LinkBytes(0, 0, 0) if spaces is None else links.read_descriptor(spaces.counters)
+        return self._carried[node] + now
 
     def _start_server(self, request: StartServer, descriptor: int, control: Connection) -> None:
         if os.fork() == 0:
@@ -128,7 +164,7 @@ class Keeper:
         os.close(descriptor)
 
 
-def _serve_ranks(request: StartServer, nodes: Sequence[Namespaces], control: Connection) -> None:
+def _serve_ranks(request: StartServer, nodes: Mapping[int, Namespaces], control: Connection) -> None:
     """Run as the rank server, a child of the keeper. It imports torch once for all ranks that it forks."""
     processes = ProcessTable(nodes)
 

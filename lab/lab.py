@@ -19,14 +19,18 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lab.elastic import ElasticRun
 from lab.errors import LabError
 from lab.links import LinkBytes, RackBytes, Rate, Rates
 from lab.protocol import (
+    DISK,
     Client,
     CreateNodes,
+    DestroyNode,
     PlugCable,
     ReadCounters,
     ReadRackCounters,
+    RebuildNode,
     ShapeLinks,
     StartServer,
     socket_pair,
@@ -56,7 +60,8 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 class Lab:
     """A cluster of network namespaces on this machine, joined by cables with a limited rate.
 
-    A lab does one run or call at a time. Close it, or use it in a `with` statement.
+    A lab does one run or call at a time. Close it, or use it in a `with` statement. Each node has a network, memory
+    (`/dev/shm`) and a disk of its own. Its disk is the folder `disk`, which has the same path on all nodes.
 
     Args:
         topology: The nodes and the ranks on each.
@@ -65,6 +70,8 @@ class Lab:
         spine: The rate of each rack's cable to the other racks. None does not limit it.
         racks: The rack of each node. By default, the racks of the topology. Another order is that of a scheduler which
             places the nodes of a job as it likes. Ranks find the name of their rack in `TOWPATH_RACK`.
+        head: Whether there is one more node that has no ranks. Its host name is `head`, and its number is that after
+            the last node. The store of a rendezvous can be there.
         preload: Modules that the rank server imports once, before the first `call()`. They must not use a GPU, because
             ranks are forked.
 
@@ -80,19 +87,25 @@ class Lab:
         intra: str | Rate | None = None,
         spine: str | Rate | None = None,
         racks: Sequence[int] | None = None,
+        head: bool = False,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         self.topology = topology
         self.racks = tuple(map(topology.rack_of, range(topology.nodes)) if racks is None else racks)
         if len(self.racks) != topology.nodes:
             raise LabError(f"racks: expected the rack of each of {topology.nodes} nodes, got {list(self.racks)}.")
+        names = [f"node{node}" for node in range(topology.nodes)]
+        hosts = [*zip(names, self.racks, strict=True), *([("head", self.racks[0])] if head else [])]
         self.rates = Rates(_rate(inter), _rate(intra), _rate(spine))
         self._preload = tuple(preload)
         self._ports = itertools.count(PORT)
-        self._run: LabRun | None = None
+        self._run: LabRun | ElasticRun | None = None
         self._server: Client | None = None
+        self._nodes = len(hosts)
+        self._destroyed: set[int] = set()
         sweep_folders()
         self._folder = make_folder()
+        self.disk = self._folder / DISK
         connection, descriptor = socket_pair()
         self._client = Client(connection)
         try:
@@ -106,7 +119,8 @@ class Lab:
         try:
             pid = self._guard.pid
             (self._folder / _GUARD).write_text(f"{pid} {_start_time(pid)}")
-            self._client.ask(CreateNodes(os.getpid(), self.racks, self.rates, str(self._folder)))
+            everyone, racks_of_all = zip(*hosts, strict=True)
+            self._client.ask(CreateNodes(os.getpid(), everyone, racks_of_all, self.rates, str(self._folder)))
         except BaseException:
             self.close()
             raise
@@ -162,9 +176,53 @@ class Lab:
         """
         check_script(argv)
         self._check_idle()
+        self._check_whole()
         members = LAUNCHERS[launcher](argv, self.topology, self.racks, env)
-        self._run = LabRun(self._client, members, lambda: (self.counters(), self.rack_counters()), capture)
-        return self._run
+        run = LabRun(self._client, members, lambda: (self.counters(), self.rack_counters()), capture)
+        self._run = run
+        return run
+
+    def elastic(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        fewest: int | None = None,
+        restarts: int = 100,
+        options: Sequence[str] = (),
+    ) -> ElasticRun:
+        """Prepare a job that goes on when nodes are lost. Start each node's torchrun with the `start` of the result.
+
+        The lab needs a head node, for the store in which the nodes meet.
+
+        Args:
+            argv: The script and its arguments, or "-m" and a module.
+            folder: A folder of the host for the output of each node, which is appended to a file.
+            env: Environment variables, in addition to this process's.
+            fewest: The number of nodes with which the job may go on. By default all of them.
+            restarts: How often each torchrun starts its ranks again.
+            options: More options of torchrun.
+
+        Returns:
+            The job. Its store runs.
+
+        Raises:
+            LabError: There is no such script, no head node, or the lab is busy.
+        """
+        check_script(argv)
+        self._check_idle()
+        if self._nodes == self.topology.nodes:
+            raise LabError("an elastic job needs a head node for its store. Create the lab with head=True.")
+        job = ElasticRun(
+            *(self._client, self.topology, self.racks, argv, folder),
+            env=env,
+            fewest=fewest,
+            restarts=restarts,
+            options=options,
+        )
+        self._run = job
+        return job
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Call `fn(rank, world, *args)` on every rank, in a gloo group.
@@ -184,6 +242,7 @@ class Lab:
             LabError: A rank raised, died or hung. The message has its number and traceback.
         """
         self._check_idle()
+        self._check_whole()
         members = rank_calls(fn, args, self.topology, self.racks, next(self._ports), timeout_seconds, self._folder)
         pipes = [os.pipe() for _ in members]
         readers = [Connection(reader, writable=False) for reader, _ in pipes]
@@ -204,7 +263,7 @@ class Lab:
     def counters(self) -> tuple[LinkBytes, ...]:
         """Return what each node's links have carried since the lab was created. It also works during a run."""
         answer: Any = self._client.ask(ReadCounters())
-        return answer
+        return answer[: self.topology.nodes]
 
     def rack_counters(self) -> tuple[RackBytes, ...]:
         """Return what each rack's cable has carried since the lab was created, or nothing if there is one rack."""
@@ -226,6 +285,36 @@ class Lab:
             node: The number of the node.
         """
         self._plug(node, connected=True)
+
+    def destroy(self, node: int, *, silent: bool = False) -> None:
+        """Destroy a node during a run: all of its processes, daemons too, its network, its memory and its disk.
+
+        They are gone when this returns. The other nodes go on.
+
+        Args:
+            node: The number of the node.
+            silent: Whether the cable is cut first, so that the peers see silence, as if the power had failed. By
+                default the processes are killed first, and the kernel tells the peers that their connections end.
+        """
+        self._check_node(node)
+        if self._server is not None:  # it holds the old nodes open; the next call starts another
+            self._server.close()
+            self._server = None
+        if self._run is not None:
+            self._run.lose(node)
+        self._client.ask(DestroyNode(node, silent))
+        self._destroyed.add(node)
+
+    def rebuild(self, node: int) -> None:
+        """Replace a destroyed node by a new one with its name, addresses and rates. Its memory and disk are empty.
+
+        Args:
+            node: The number of the node.
+        """
+        if node not in self._destroyed:
+            raise LabError(f"node {node!r} was not destroyed. Call destroy({node!r}) first.")
+        self._client.ask(RebuildNode(node))
+        self._destroyed.discard(node)
 
     def shape(
         self,
@@ -266,13 +355,22 @@ class Lab:
         self.close()
 
     def _plug(self, node: int, *, connected: bool) -> None:
-        if node not in range(self.topology.nodes):
-            raise LabError(f"there is no node {node!r}: this lab has nodes 0 to {self.topology.nodes - 1}.")
+        self._check_node(node)
         self._client.ask(PlugCable(node, connected))
+
+    def _check_node(self, node: int) -> None:
+        if node not in range(self._nodes):
+            raise LabError(f"there is no node {node!r}: this lab has nodes 0 to {self._nodes - 1}.")
+        if node in self._destroyed:
+            raise LabError(f"node {node} is destroyed. Call rebuild({node}) first.")
 
     def _check_idle(self) -> None:
         if self._run is not None and self._run.running:
-            raise LabError("this lab is busy with a run: wait() for it or kill() it first, or create another lab.")
+            raise LabError("this lab is busy with a run. Wait for it, end it, or create another lab.")
+
+    def _check_whole(self) -> None:
+        if self._destroyed:
+            raise LabError(f"nodes {sorted(self._destroyed)} are destroyed. Call rebuild() for each first.")
 
     def _rank_server(self) -> Client:
         if self._server is None:

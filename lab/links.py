@@ -30,6 +30,7 @@ import math
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ _LOOPBACK_BUCKET_BYTES = 128 << 10
 _QUEUE_BYTES = 64 << 20
 _WINDOW_BYTES = 512 << 10
 _WINDOW_SECONDS = 8e-3
+_FAREWELL_SECONDS = 2.0
+# States of a connection in /proc/net/tcp whose end the peer has not acknowledged: FIN_WAIT1, LAST_ACK, CLOSING.
+_ENDING = ("04", "09", "0B")
 
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SLOWEST = 10**6
@@ -131,15 +135,8 @@ def address(node: int) -> str:
     return str(_SUBNET[node + 1])
 
 
-def lay_cables(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
-    """Connect the nodes. The calling thread runs in the network of the bridges.
-
-    Args:
-        nodes: The networks of the nodes.
-        bridge: The network of the bridges.
-        racks: The rack of each node.
-        rates: The rates of the links.
-    """
+def raise_bridges(racks: Sequence[int]) -> None:
+    """Create the bridges of these racks. The calling thread runs in the network of the bridges."""
     _set(_QUIET)
     kinds = sorted(set(racks))
     bridges = [*(f"rack{rack}" for rack in kinds), *([_SPINE] if len(kinds) > 1 else [])]
@@ -150,25 +147,53 @@ def lay_cables(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence[
         ends = f"{up} mtu {_MTU_BYTES} gso_max_size {_SEGMENT_BYTES} type veth peer name {down} mtu {_MTU_BYTES}"
         plugs = [f"link set {end} master {to} addrgenmode none up" for end, to in ((up, f"rack{rack}"), (down, _SPINE))]
         _batch("ip", [f"link add {ends}", *plugs])
-    for node, spaces in enumerate(nodes):
+
+
+def lay_cables(nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
+    """Connect nodes to the bridges. The calling thread runs in the network of the bridges.
+
+    Args:
+        nodes: The nodes, by number.
+        bridge: The network of the bridges.
+        racks: The rack of each node.
+        rates: The rates of the links.
+    """
+    for node, spaces in nodes.items():
         with inside(spaces, bridge):
             _set(_QUIET | _TCP)
             _batch(
                 "ip",
                 [
                     "link set lo up",
-                    f"link add {CABLE} mtu {_MTU_BYTES} gso_max_size {_SEGMENT_BYTES} "
+                    # A rebuilt node has the hardware address of the old one, which the others remember.
+                    f"link add {CABLE} address 02:77:00:00:{node >> 8:02x}:{node & 255:02x} "
+                    f"mtu {_MTU_BYTES} gso_max_size {_SEGMENT_BYTES} "
                     f"type veth peer name {_port(node)} mtu {_MTU_BYTES} netns /proc/self/fd/{bridge.network}",
                     f"link set {CABLE} addrgenmode none up",
                     f"address add {address(node)}/{_SUBNET.prefixlen} dev {CABLE}",
                 ],
                 bridge.network,
             )
-    _batch("ip", [f"link set {_port(node)} master rack{rack} addrgenmode none up" for node, rack in enumerate(racks)])
+    _batch("ip", [f"link set {_port(node)} master rack{racks[node]} addrgenmode none up" for node in nodes])
     shape_links(nodes, bridge, racks, rates)
 
 
-def shape_links(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
+def remove_cable(node: int) -> None:
+    """Remove a node's cable. The calling thread runs in the network of the bridges."""
+    _batch("ip", [f"link delete {_port(node)}"])
+
+
+def wait_for_farewells(spaces: Namespaces) -> None:
+    """Wait until the peers have acknowledged the ends of the connections of processes that were killed on a node."""
+    until = time.monotonic() + _FAREWELL_SECONDS
+    while time.monotonic() < until:
+        tables = "".join(_read_all(table) for table in (spaces.tcp, spaces.tcp6) if table >= 0)
+        if not any(len(row := line.split()) > 3 and row[3] in _ENDING for line in tables.splitlines()):
+            return
+        time.sleep(0.005)
+
+
+def shape_links(nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
     """Set the rates of existing links. The arguments are those of `lay_cables`.
 
     An open connection keeps a larger receive window.
@@ -177,12 +202,12 @@ def shape_links(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence
     # The bridge's network has the kernel's own window, which fits links without a rate.
     name = "net/ipv4/tcp_rmem"
     window = Path("/proc/sys", name).read_text() if inter is None else f"4096 131072 {round(window_bytes(inter))}"
-    for spaces in nodes:
+    for spaces in nodes.values():
         with inside(spaces, bridge):
             _set({name: window})
             _batch("tc", [_shaped(CABLE, inter, _BUCKET_BYTES), _shaped("lo", intra, _LOOPBACK_BUCKET_BYTES)])
     uplinks = [end for rack in sorted(set(racks)) for end in _uplink(rack)] if len(set(racks)) > 1 else []
-    lines = [_shaped(_port(node), inter, _BUCKET_BYTES) for node in range(len(nodes))]
+    lines = [_shaped(_port(node), inter, _BUCKET_BYTES) for node in nodes]
     _batch("tc", lines + [_shaped(end, rates.spine, _BUCKET_BYTES) for end in uplinks])
 
 
@@ -253,6 +278,13 @@ class LinkBytes:
     sent_bytes: int
     received_bytes: int
     loopback_bytes: int
+
+    def __add__(self, more: LinkBytes) -> LinkBytes:
+        return LinkBytes(
+            self.sent_bytes + more.sent_bytes,
+            self.received_bytes + more.received_bytes,
+            self.loopback_bytes + more.loopback_bytes,
+        )
 
     def __sub__(self, before: LinkBytes) -> LinkBytes:
         return LinkBytes(

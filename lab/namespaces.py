@@ -1,4 +1,4 @@
-"""Linux namespaces: a network of its own for each node, and sets of processes that end together.
+"""Linux namespaces: a network, memory and disk of its own for each node, and sets of processes that end together.
 
 Namespaces have no name on the host. A namespace lives as long as a process or an open descriptor holds it, so a lab is
 gone when its keeper dies, in whatever way. This file makes the system calls that Python 3.11 does not wrap.
@@ -26,6 +26,8 @@ _NEW_NETWORK = 0x4000_0000
 
 _MOUNT_BIND = 0x1000
 _MOUNT_PRIVATE = 0x4_4000  # MS_PRIVATE | MS_REC
+_DETACH = 2  # MNT_DETACH
+_MEMORY = "/dev/shm"
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -39,22 +41,44 @@ _LOCKS = (
 
 @dataclass(frozen=True, slots=True)
 class Namespaces:
-    """A network and a host name, held open by descriptors. `counters` is the network's /proc/net/dev."""
+    """A network, a host name and mounts, held open by descriptors.
+
+    `counters`, `tcp` and `tcp6` are descriptors of the network's tables in /proc/net.
+    """
 
     network: int
     hostname: int
+    mounts: int
     counters: int
+    tcp: int
+    tcp6: int
 
     def enter(self) -> None:
-        """Move the calling thread into these namespaces. Its children start there."""
+        """Move the calling thread to this network and host name. Its children start there."""
         _setns(self.network, _NEW_NETWORK)
         _setns(self.hostname, _NEW_HOSTNAME)
+
+    def mount(self) -> None:
+        """Move this single-threaded process to a copy of these mounts, with the /proc of its pid namespace."""
+        folder = Path.cwd()
+        _setns(self.mounts, _NEW_MOUNTS)
+        _unshare(_NEW_MOUNTS)
+        _mount_proc()
+        os.chdir(folder)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for descriptor in (self.network, self.hostname, self.mounts, self.counters, self.tcp, self.tcp6):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     @staticmethod
     def current() -> Namespaces:
         """Return the namespaces of the calling thread."""
-        own = Path("/proc/thread-self")
-        return Namespaces(*(os.open(own / name, os.O_RDONLY) for name in ("ns/net", "ns/uts", "net/dev")))
+        names = ("ns/net", "ns/uts", "ns/mnt", "net/dev", "net/tcp", "net/tcp6")
+        paths = [Path("/proc/thread-self", name) for name in names]
+        # There is no table of IPv6 without IPv6.
+        return Namespaces(*(os.open(path, os.O_RDONLY) if path.exists() else -1 for path in paths))
 
 
 @contextmanager
@@ -86,14 +110,42 @@ def leave_the_host() -> Namespaces:
     return Namespaces.current()
 
 
-def new_node(hostname: str, home: Namespaces) -> Namespaces:
-    """Return a new network with a host name. It only has a loopback, which is down."""
-    _unshare(_NEW_NETWORK | _NEW_HOSTNAME)
+def new_node(hostname: str, disk: Path, home: Namespaces) -> Namespaces:
+    """Return a new network with a host name, and new mounts: empty memory in /dev/shm, and an empty disk.
+
+    The network only has a loopback, which is down.
+
+    Args:
+        hostname: The host name.
+        disk: The folder on which the disk is mounted. It has the same path on all nodes.
+        home: The namespaces to which this single-threaded process returns.
+    """
+    folder, mounts = Path.cwd(), os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
     try:
+        _unshare(_NEW_NETWORK | _NEW_HOSTNAME | _NEW_MOUNTS)
         socket.sethostname(hostname)
+        for target in (str(disk), _MEMORY):
+            if Path(target).exists():
+                _mount("tmpfs", target, "tmpfs", 0)
         return Namespaces.current()
     finally:
         home.enter()
+        _setns(mounts, _NEW_MOUNTS)
+        os.close(mounts)
+        os.chdir(folder)
+
+
+def empty(node: Namespaces, disk: Path) -> None:
+    """Give the memory and the disk of a node back to the machine. None of its processes may exist any more."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _setns(node.mounts, _NEW_MOUNTS)
+            for target in (str(disk), _MEMORY):
+                _libc().umount2(target.encode(), _DETACH)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def cover_file(target: str, source: Path) -> None:
@@ -118,15 +170,19 @@ def fork_first_process(*, last: bool = False) -> int:
         if pid == 0:
             _check(_libc().prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
             _unshare(_NEW_MOUNTS)
-            # Containers mask /proc, and it cannot be mounted again. The outer one still has /proc/self.
-            with suppress(OSError):
-                _mount("proc", "/proc", "proc", 0)
+            _mount_proc()
             return 0
         if not last:  # a process in a user namespace could not return to the host's pid namespace
             _setns(home, _NEW_PIDS)
         return pid
     finally:
         os.close(home)
+
+
+def _mount_proc() -> None:
+    # Containers mask /proc, and it cannot be mounted again. The outer one still has /proc/self.
+    with suppress(OSError):
+        _mount("proc", "/proc", "proc", 0)
 
 
 def _enter_user_namespace() -> None:

@@ -10,13 +10,14 @@ To kill all of them, it is enough to kill the first process. The kernel then kil
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import pickle
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import reduction, spawn
@@ -38,12 +39,13 @@ def receive_descriptor(control: Connection) -> int:
 class ProcessTable:
     """The sets of processes that one process started and has not ended."""
 
-    def __init__(self, nodes: Sequence[Namespaces]) -> None:
+    def __init__(self, nodes: Mapping[int, Namespaces]) -> None:
         self._nodes = nodes
-        self._live: set[int] = set()
+        self._numbers = itertools.count()
+        self._live: dict[int, tuple[int, set[int]]] = {}  # by number: the first process, and the nodes
 
     def start(self, request: StartProcesses, control: Connection) -> int:
-        """Start the processes. Return the pid of their first process, which identifies the set."""
+        """Start the processes. Return a number that identifies the set."""
         calls = sum(isinstance(member, RankCall) for member in request.members)
         channel, stdout, stderr, *results = (receive_descriptor(control) for _ in range(3 + calls))
         # Each child would write what is still buffered.
@@ -57,20 +59,26 @@ class ProcessTable:
         finally:
             for descriptor in (channel, stdout, stderr, *results):
                 os.close(descriptor)
-        self._live.add(pid)
-        return pid
+        number = next(self._numbers)
+        self._live[number] = pid, {member.node for member in request.members}
+        return number
 
     def end(self, request: EndProcesses) -> None:
         """Kill the processes of a set, and wait until they are gone."""
         if request.identifier in self._live:
-            self._live.discard(request.identifier)
-            os.kill(request.identifier, signal.SIGKILL)
-            os.waitpid(request.identifier, 0)
+            pid, _ = self._live.pop(request.identifier)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    def end_node(self, node: int) -> None:
+        """Kill all processes of a node, and wait until they are gone. Programs of other nodes are in other sets."""
+        for number in [number for number, (_, nodes) in self._live.items() if node in nodes]:
+            self.end(EndProcesses(number))
 
 
 def _lead(
     members: Sequence[Member],
-    nodes: Sequence[Namespaces],
+    nodes: Mapping[int, Namespaces],
     channel: Connection,
     output: tuple[int, int],
     results: Sequence[int],
@@ -141,6 +149,7 @@ def _become(
     try:
         os.setsid()
         node.enter()
+        node.mount()
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in zip((null, *output), (0, 1, 2), strict=True):
             os.dup2(source, target)
@@ -162,7 +171,7 @@ def _become(
 # --- calls on ranks ---------------------------------------------------------------------------------------------------
 
 
-def _listen(members: Sequence[Member], nodes: Sequence[Namespaces]) -> socket.socket | None:
+def _listen(members: Sequence[Member], nodes: Mapping[int, Namespaces]) -> socket.socket | None:
     """Move to the node of rank 0 and return the socket of the calls' store. Return None for programs."""
     first = members[0]
     if not isinstance(first, RankCall):

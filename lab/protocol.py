@@ -55,6 +55,9 @@ class RankCall:
 
 Member = Program | RankCall
 
+# Where each node's disk is mounted, in the lab's folder.
+DISK = "disk"
+
 
 # --- requests, each with its answer -----------------------------------------------------------------------------------
 
@@ -64,6 +67,7 @@ class CreateNodes:
     """The first request: create the nodes and their cables. The answer is None."""
 
     owner: int
+    names: tuple[str, ...]  # of each node
     racks: tuple[int, ...]  # of each node
     rates: Rates
     folder: str
@@ -78,7 +82,7 @@ class StartServer:
 
 @dataclass(frozen=True, slots=True)
 class StartProcesses:
-    """Start processes that end together. The answer is an identifier.
+    """Start processes that end together. Programs are all on one node. The answer is an identifier.
 
     Descriptors: a channel, stdout, stderr, and a result pipe for each `RankCall`. The channel reports (member, wait
     status) as each process ends, and takes signal numbers to pass on.
@@ -113,6 +117,24 @@ class PlugCable:
 
 
 @dataclass(frozen=True, slots=True)
+class DestroyNode:
+    """Kill the processes of a node, and remove its network, memory and disk. The answer is None, when they are gone.
+
+    If it is `silent`, the cable is cut first, as in a power failure: no peer sees the end of a connection.
+    """
+
+    node: int
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildNode:
+    """Create a destroyed node anew, with empty memory and disk. The answer is None."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShapeLinks:
     """Set the rates of all links. The answer is None."""
 
@@ -120,7 +142,16 @@ class ShapeLinks:
 
 
 Request = (
-    CreateNodes | StartServer | StartProcesses | EndProcesses | ReadCounters | ReadRackCounters | PlugCable | ShapeLinks
+    CreateNodes
+    | StartServer
+    | StartProcesses
+    | EndProcesses
+    | ReadCounters
+    | ReadRackCounters
+    | PlugCable
+    | DestroyNode
+    | RebuildNode
+    | ShapeLinks
 )
 
 

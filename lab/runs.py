@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +59,7 @@ def torchrun(
         Program(
             node,
             (*command, "--node-rank", str(node), *master, str(_RANK), *argv),
-            _environment(env, _rack(racks, node)),
+            environment(env, rack_of(racks, node)),
             str(Path.cwd()),
         )
         for node in range(topology.nodes)
@@ -73,7 +74,7 @@ def direct(
         Program(
             topology.node_of(rank),
             (sys.executable, str(_RANK), *argv),
-            _environment(env, _rank_variables(rank, topology, racks, PORT)),
+            environment(env, _rank_variables(rank, topology, racks, PORT)),
             str(Path.cwd()),
         )
         for rank in range(topology.world)
@@ -115,7 +116,7 @@ def rank_calls(
             node=topology.node_of(rank),
             rank=rank,
             world=topology.world,
-            env=_environment(None, _rank_variables(rank, topology, racks, port)),
+            env=environment(None, _rank_variables(rank, topology, racks, port)),
             payload=payload,
             main=main,
             timeout_seconds=timeout_seconds,
@@ -156,18 +157,18 @@ def torchrun_main() -> None:
         sys.exit(1)
 
 
-def _environment(env: Mapping[str, str] | None, rank: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(env: Mapping[str, str] | None, rank: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**_DEFAULTS, **os.environ, **_NETWORK, **(rank or {}), **(env or {})}
 
 
-def _rack(racks: Sequence[int], node: int) -> dict[str, str]:
+def rack_of(racks: Sequence[int], node: int) -> dict[str, str]:
     """Return the variable that names the rack of a node, if there are several racks."""
     return {"TOWPATH_RACK": f"rack{racks[node]}"} if len(set(racks)) > 1 else {}
 
 
 def _rank_variables(rank: int, topology: Topology, racks: Sequence[int], port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, and its rack."""
-    return _rack(racks, topology.node_of(rank)) | {
+    return rack_of(racks, topology.node_of(rank)) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(topology.world),
         "LOCAL_RANK": str(topology.local_of(rank)),
@@ -213,6 +214,13 @@ class ProcessSet:
         assert isinstance(identifier, int), identifier
         self._client = client
         self._identifier: int | None = identifier
+        self._alive = len(members)
+        self.is_lost = False  # whether its node was destroyed
+
+    @property
+    def alive(self) -> int:
+        """The number of processes whose end `next_exit` has not returned."""
+        return self._alive
 
     def signal(self, number: int) -> None:
         """Send a signal to each process and its process group."""
@@ -220,13 +228,20 @@ class ProcessSet:
             self.channel.send(number)
 
     def next_exit(self, deadline: float | None) -> tuple[int, int] | None:
-        """Return (member, return code) of the next process that ends, or None if none ends before the deadline."""
+        """Return (member, return code) of the next process that ends, or None if none ends before the deadline.
+
+        Those of a lost node count as killed. Their numbers as members are not known.
+        """
         wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self.channel.poll(wait_seconds):
             return None
         try:
             member, status = self.channel.recv()
+            self._alive -= 1
         except (EOFError, ConnectionResetError):
+            if self.is_lost:
+                self._alive -= 1
+                return -1, -signal.SIGKILL
             raise LabError(
                 "the lab lost its processes: something killed them from outside. See the kernel's log for a lack of "
                 "memory, and run again."
@@ -240,6 +255,14 @@ class ProcessSet:
             with suppress(LabError):  # without a keeper there are no processes
                 self._client.ask(EndProcesses(identifier))
             self.channel.close()
+
+
+def next_exit(sets: Sequence[ProcessSet], deadline: float | None) -> int | None:
+    """Return the return code of the next process of any set that ends, or None if none ends before the deadline."""
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    ready = wait([processes.channel for processes in sets], left)
+    ended = next((processes.next_exit(deadline) for processes in sets if processes.channel in ready), None)
+    return None if ended is None else ended[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,14 +304,21 @@ class LabRun:
         self._count = count
         self._before = count()
         self._began = time.monotonic()
-        self._running = len(members)
         self._result: LabResult | None = None
         self._output = _Output() if capture else None
         descriptor = self._output.descriptor if self._output else None
         try:
             # The process's own 1 and 2 instead of sys.stdout, which a test runner may have replaced.
             output = (1, 2) if descriptor is None else (descriptor, descriptor)
-            self._processes = ProcessSet(client, members, output, ())
+            # The processes of each node are a set, because a node may be destroyed.
+            self._sets: dict[int, ProcessSet] = {}
+            for node in dict.fromkeys(member.node for member in members):
+                on_node = [member for member in members if member.node == node]
+                self._sets[node] = ProcessSet(client, on_node, output, ())
+        except BaseException:
+            for processes in self._sets.values():
+                processes.close()
+            raise
         finally:
             if self._output:
                 self._output.read()
@@ -304,7 +334,13 @@ class LabRun:
         Args:
             number: The signal. Under torchrun, each node's torchrun receives it.
         """
-        self._processes.signal(number)
+        for processes in self._sets.values():
+            processes.signal(number)
+
+    def lose(self, node: int) -> None:
+        """Count the processes of a node as killed. The node is about to be destroyed."""
+        if node in self._sets:
+            self._sets[node].is_lost = True
 
     def wait(self, timeout_seconds: float | None = None) -> LabResult:
         """Wait until all processes have ended, and return the result. If one node fails, the others are ended.
@@ -353,19 +389,19 @@ class LabRun:
     def _wait_for_all(self, deadline: float | None) -> int | None:
         """Return the first return code that is not zero, or 0. Return None if the time is up."""
         failure = 0
-        while self._running:
-            ended = self._processes.next_exit(deadline)
-            if ended is None:
+        while running := [processes for processes in self._sets.values() if processes.alive]:
+            returncode = next_exit(running, deadline)
+            if returncode is None:
                 return failure or None
-            self._running -= 1
-            if ended[1] != 0 and failure == 0:
-                failure = ended[1]
+            if returncode != 0 and failure == 0:
+                failure = returncode
                 self.signal(signal.SIGTERM)
                 deadline = time.monotonic() + _GRACE_SECONDS
         return failure
 
     def _finish(self, returncode: int) -> LabResult:
-        self._processes.close()
+        for processes in self._sets.values():
+            processes.close()
         links, racks = self._count()
         self._result = LabResult(
             returncode=returncode,

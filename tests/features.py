@@ -60,6 +60,7 @@ FEATURES = (
         ranks="checkpoint resume soak state_dicts stateful_loader",
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
+    _feature("recovery from a lost node", unit="keeper protect_memory protection"),
     _feature(
         "pipelines",
         lab="pipeline_bytes",
@@ -95,7 +96,7 @@ FEATURES = (
 
 OTHER = _files(
     fake_cuda="device",
-    lab="clusters command lab lab_page leftovers",
+    lab="clusters command destroy lab lab_page leftovers",
     ranks="""
             bench_failures demo examples gpu_script install pages server train train_command train_models
         """,

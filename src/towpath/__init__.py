@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from towpath.core.placement import Placement
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
-    from towpath.core.strategy import Strategy
+    from towpath.core.strategy import Protect, Strategy
     from towpath.core.transport import Transport
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
@@ -55,6 +55,7 @@ __all__ = [
     "Outer",
     "Placement",
     "Precision",
+    "Protect",
     "Schedule",
     "ShardTensor",
     "Stats",
@@ -89,6 +90,7 @@ _HOMES = {
     "Outer": "outer.settings",
     "Placement": "core.placement",
     "Precision": "core.formats",
+    "Protect": "core.strategy",
     "Schedule": "core.schedule",
     "ShardTensor": "engine.parameters.shard_tensor",
     "Stats": "observe.stats",

@@ -41,9 +41,10 @@ class Run:
         dtype: torch.dtype = torch.float32,
         offload: str | None = None,
         outer: towpath.Outer | None = None,
+        protect: towpath.Protect | None = None,
         **options: Any,
     ) -> Run:
-        strategy = strategy_of(label, topology, offload=offload, outer=outer)
+        strategy = strategy_of(label, topology, offload=offload, outer=outer, protect=protect)
         model = towpath.shard(MODELS[name].make(dtype), strategy, **options)
         return Run(model, optimizer_for(model), name, dtype)
 

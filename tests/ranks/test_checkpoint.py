@@ -33,7 +33,7 @@ from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import Manifest, read_manifest
-from towpath.checkpoint.saving import Snapshot
+from towpath.checkpoint.staging import Snapshot
 from towpath.core.strategy import TransferKind
 from towpath.errors import CheckpointError
 

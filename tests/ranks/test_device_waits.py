@@ -15,7 +15,9 @@ from tests.ranks.server import World
 from tests.ranks.test_programs import Net
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError
+from towpath.topology.groups import Groups
 
 
 class Never:
@@ -79,3 +81,21 @@ def _ended() -> str:
         peers._next_rank._from_previous.close()  # as the kernel does for a process that ends
         return ""
     return _wait_as_for_a_device(model, "blocks.0")
+
+
+def test_a_rank_of_a_protected_job_that_waits_on_the_host_is_told_that_a_process_has_ended() -> None:
+    with World(3, group_timeout=60.0) as ranks:
+        texts = ranks.run(_ended_on_host)
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"rank {rank}: the process of rank 1 has ended"), texts
+
+
+def _ended_on_host() -> str:
+    watchdog = Watchdog.of(Groups())
+    watchdog.watch_processes(protected=True)
+    if dist.get_rank() == 1:
+        watchdog._next_rank._from_previous.close()  # pyright: ignore[reportOptionalMemberAccess]
+        return ""
+    with pytest.raises(StepError) as caught:
+        watchdog.wait(dist.all_reduce(torch.ones(1), async_op=True))
+    return str(caught.value)

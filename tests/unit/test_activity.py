@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from towpath.engine.agree import status
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import NextRank, Watchdog, _report
 from towpath.engine.comm import make_stream
-from towpath.engine.threads import ThreadStream
+from towpath.engine.threads import ThreadStream, _ThreadHandle
 from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -291,3 +292,61 @@ def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPa
     assert not first.is_gone and not second.is_gone
     _end_process(first)
     _end_process(second)
+
+
+class _EndsLate(Future[None]):
+    """A job that ends when a wait for it has just timed out."""
+
+    def result(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            self.set_result(None)
+            raise TimeoutError
+        return super().result()
+
+
+def test_a_job_that_ends_as_a_wait_for_it_times_out_has_not_failed() -> None:
+    assert _ThreadHandle(_EndsLate(), (), None)._ended()
+
+
+def test_a_program_that_ends_in_an_error_does_not_wait_for_a_thread_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    ends, waiting = threading.Event(), threading.Event()
+    monkeypatch.setattr(daemons, "_LIMIT_SECONDS", 1e6)
+    monkeypatch.setattr(daemons, "_ends_in_error", False)
+    monkeypatch.setattr(os, "_exit", leave)
+    daemons.start_daemon("waits", lambda: (waiting.set(), ends.wait()))
+    waiting.wait()
+    daemons.note_error()
+    with pytest.raises(SystemExit, match="1"):
+        daemons._end_daemons()
+    ends.set()
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "is lost"])
+def test_only_a_rank_that_is_lost_ends_a_rank_that_waits_where_it_cannot_raise(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("towpath.engine.agree.watchdog.ends_in_error", lambda: False)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._RAISE_SECONDS", -1.0)
+    monkeypatch.setattr(os, "_exit", leave)
+    first, second = Two(lambda _: None).neighbors()
+    watchdog: Any = object.__new__(Watchdog)
+    watchdog.number = watchdog.first = 0
+    watchdog.status, watchdog._next_rank, watchdog._protected = RankStatus(), first, True
+    watchdog._has_raised, watchdog._stuck = False, None
+    if leaves:
+        second.take_leave()
+    _end_process(second)
+    while not first.is_gone:
+        pass
+    watchdog.end_if_stuck()  # it notes when
+    with nullcontext() if leaves else pytest.raises(SystemExit):
+        watchdog.end_if_stuck()
+    _end_process(first)

@@ -43,12 +43,12 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """Two units, or more, and a root."""
+    """Two units, or more, and a root. No part of a slice is so short that it has no block of a codec."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(96, 8)
+        self.head = nn.Linear(96, 96)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

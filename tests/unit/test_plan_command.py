@@ -64,6 +64,34 @@ def test_for_machines_all_of_it_is_json(found: dict[str, Any]) -> None:
     assert Strategy.from_toml(first["toml"]).name == first["strategy"]
 
 
+def test_each_strategy_says_whether_it_survives_a_lost_node(found: dict[str, Any], written: tuple[str, Path]) -> None:
+    output, _ = written
+    known = {each["survives"] for each in found["plans"]}
+    assert known <= {"yes", "with buddies"}
+    for number, each in enumerate(found["plans"], 1):
+        assert re.search(rf"Survives a lost node: .*{number}[\d, ]* {each['survives']}", output)
+    first = found["plans"][0]["protection"]
+    assert first["every"] == 10 and first["host_memory_bytes_per_node"] > 0 and first["heal_seconds"] > 20
+    assert "With protect=10" in output
+    assert all("survives" not in each for each in found["pytorch"])
+
+
+def test_a_protected_step_pays_for_what_the_link_cannot_hide() -> None:
+    plain, often, seldom = ("zero3", "zero3 protect=1", "zero3 protect=10")
+    arguments = [part for each in (plain, often, seldom) for part in ("--strategy", each)]
+    found = json.loads(told_wide(*SMALL, *arguments, "--json"))["strategies"]
+    plain, often, seldom = found
+    for each, every in ((often, 1), (seldom, 10)):
+        added = each["expected_inter_bytes"] - plain["expected_inter_bytes"]
+        assert added == pytest.approx(2 * each["protection"]["buddy_bytes_per_step"], abs=2)
+        assert each["protection"]["every"] == every
+        of_node = each["protection"]["host_memory_bytes_per_node"]  # of 4 ranks
+        assert 4 * each["host_memory_bytes"]["snapshots"] == pytest.approx(of_node, abs=4)
+        late = each["seconds"] - plain["seconds"]
+        assert each["exposed_seconds"].get("buddy", 0.0) == pytest.approx(late)
+    assert often["seconds"] > seldom["seconds"] >= plain["seconds"]
+
+
 def test_below_the_ranking_is_what_pytorch_would_take(found: dict[str, Any], written: tuple[str, Path]) -> None:
     steps = {each["strategy"]: each for each in found["pytorch"]}
     assert [*steps] == ["FSDP2", "FSDP2 with wires", "HSDP", "DDP", "DDP with wires"]

@@ -22,8 +22,10 @@ from tools.docs import figures
 from towpath import api, errors
 from towpath.cli import main
 from towpath.core import presets
+from towpath.core.formats import Precision
 from towpath.core.schedule import schedule
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.strategy import WITH_TRANSPORT, Protect, TransferKind
+from towpath.core.units import units_from_numels
 from towpath.plan.catalog import describe_model, load_cluster, shipped_clusters
 from towpath.plan.hardware import GIB
 from towpath.plan.request import Request
@@ -177,6 +179,30 @@ def two_nodes() -> str:
     return figures.table(head, [tuple(row(name, options)) for name, options in _SHOWN])
 
 
+_BILLIONS = (1, 8, 70)  # parameters of a model
+
+
+def lost_nodes() -> str:
+    """Return what surviving a lost node takes, by size of the model, on 4 nodes of 8 ranks with 25 Gbit/s each."""
+    topology, rate, rows = Topology(4, 8), 25e9 / 8, dict[tuple[str, ...], list[str]]()
+    for billions in _BILLIONS:
+        units = units_from_numels([10**9] * billions)  # only the size matters
+        for name in presets.strategies():
+            made = presets.strategy(name, topology, protect=Protect())
+            found = schedule(made, units, 1, Precision("bfloat16")).protection
+            sent, memory = f"{found.step_bytes / 1e9:.3g}", f"{found.host_bytes / 1e9:,.0f}"
+            seconds = (f"{found.step_bytes / rate:.2g} s", f"{found.heal_seconds(rate):.0f} s")
+            row = (found.survives.value, f"{billions} billion", sent, memory, *seconds)
+            rows.setdefault(row, []).append(f"`{name}`")
+    head = (
+        *("strategies", "survives a node", "parameters", "GB a step to the buddy", "GB of a node's memory"),
+        *("the link, a step", "to heal"),
+    )
+    found = sorted(rows.items(), key=lambda each: each[0][0], reverse=True)
+    first = f"{_BILLIONS[0]} billion"  # all sizes have the same strategies
+    return figures.table(head, [(", ".join(names) if row[1] == first else "", *row) for row, names in found])
+
+
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +275,7 @@ TABLES = {
     "measuring-commands": partial(commands, "measuring"),
     "strategies": strategies,
     "two-nodes": two_nodes,
+    "lost-nodes": lost_nodes,
     "errors": error_table,
     "shard-arguments": partial(arguments, api.shard),
     **{f"keys-{section.replace('.', '-')}": partial(keys, section) for section in SECTIONS},

@@ -229,10 +229,11 @@ def reset_codec_state(engine: Engine) -> None:
 def fingerprint(engine: Engine) -> str:
     """Return a digest that is equal for runs that can load each other's codec state."""
     # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
+    # Snapshots change nothing that is computed.
     made = engine.strategy
     plain = {"until": 0, "after": 0, "plain_route": None, "nccl_route": None, "exact": False}
     always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
-    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
+    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), protect=None, **always)
     lines = [made.to_toml(), str(engine.precision), str(engine.comm.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:

@@ -224,6 +224,7 @@ _VALUES: dict[Any, Any] = {
     "names": {str: str},
     "config": dict,
     "peft": {str: dict},
+    "snapshot": {"run": str},
     "islands": {
         "count": _POSITIVE,
         "every": _POSITIVE,

@@ -1,10 +1,8 @@
 """Save checkpoints, in the background while the training continues, or at once.
 
-In the background, a thread copies what this rank writes into memory of its own, and writes the copy during the next
-steps. The ranks agree over a process group that nothing else uses. Several savers write one after another.
-
-Parameters and optimizer states change only in the optimizer's step. So they are copied during the next forward and
-backward pass, and the optimizer's step waits until the copy is complete. Everything else is copied at once.
+In the background, a thread copies what this rank writes into memory of its own (`staging.py`), and writes the copy
+during the next steps. The ranks agree over a process group that nothing else uses. Several savers write one after
+another.
 
 A failure to write does not end the training. Every rank gets the same outcome, rank 0 logs it, and earlier checkpoints
 stay as they are.
@@ -15,123 +13,24 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.safe_files import shown
+from towpath.checkpoint.staging import Snapshot, StagingMemory
 from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import TensorChunks, WriteItems
+from towpath.checkpoint.storage import WriteItems
 from towpath.daemons import start_daemon
-from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
+from towpath.protect.snapshots import Snapshots
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks, described, together
 
 _LOG = logger("checkpoint")
-_ALIGNED_BYTES = 64
-
-
-# --- snapshots --------------------------------------------------------------------------------------------------------
-
-
-class StagingMemory:
-    """Memory on the host that saves are copied into, and that later saves reuse. It is pinned if there is a GPU."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._stream: torch.cuda.Stream | None = None
-
-    def snapshot(
-        self, found: Mapping[str, TensorChunks], engines: Sequence[Engine]
-    ) -> tuple[dict[str, TensorChunks], Snapshot]:
-        """Return `found` in this memory, and the snapshot that copies what need not be copied at once."""
-        boxes = [box for pieces in found.values() for box in pieces.boxes.values()]
-        device = next((box.device for box in boxes if box.device.type == "cuda"), None)
-        needed = sum(_aligned(box.nbytes) for box in boxes)
-        if needed > self._memory.numel():
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
-        at, out = 0, dict[str, TensorChunks]()
-        late: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, pieces in found.items():
-            copies: dict[tuple[int, ...], torch.Tensor] = {}
-            for offsets, box in pieces.boxes.items():
-                copies[offsets] = self._memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
-                at += _aligned(box.nbytes)
-                if pieces.steady:
-                    late.append((copies[offsets], box))
-                else:
-                    copies[offsets].copy_(box, non_blocking=True)
-            out[name] = TensorChunks(pieces.dtype, pieces.shape, copies)
-        if device is not None and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return out, Snapshot(late, engines, self._stream)
-
-
-def _aligned(count_bytes: int) -> int:
-    return -(-count_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-class Snapshot:
-    """A copy that is completed later.
-
-    The training thread creates it and calls `before_step`. Another thread calls `take`.
-    """
-
-    def __init__(
-        self,
-        late: list[tuple[torch.Tensor, torch.Tensor]],
-        engines: Sequence[Engine],
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        self._late, self._engines, self._stream = late, engines, stream
-        self._writes = self._count_writes()
-        self._taken = threading.Event()
-        self._copied: torch.cuda.Event | None = None
-        if stream is not None:
-            self._copied = torch.cuda.Event()
-            stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still compute what is copied
-
-    def take(self) -> None:
-        """Copy the rest. Raise CheckpointError if a parameter was written meanwhile other than by the optimizer."""
-        try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                self._copy()
-            if self._copied is not None:
-                self._copied.record(self._stream)
-            disturbed = self._count_writes() != self._writes  # read before the next step may write
-        finally:
-            self._late = []
-            self._taken.set()
-        if self._copied is not None:
-            self._copied.synchronize()
-        if disturbed:
-            raise CheckpointError(
-                "a parameter was written other than by the optimizer's step while it was copied. Call Saver.settle() "
-                "before you write to parameters."
-            )
-
-    def _count_writes(self) -> int:
-        return sum(engine.writes.count for engine in self._engines)
-
-    def _copy(self) -> None:
-        for copy, source in self._late:
-            copy.copy_(source, non_blocking=True)
-
-    def before_step(self) -> None:
-        """Wait for the copy. On a GPU the current stream waits, instead of this thread."""
-        self._taken.wait()
-        if self._copied is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
-
-
-# --- savers -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +149,7 @@ class Saver:
         self._memory = StagingMemory()
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
+        self._snapshots: Snapshots | None = None
         self._open()
         if background:  # others have saved before anything can change
             state.add_saver(self)
@@ -335,6 +235,24 @@ class Saver:
         if refused is not None:  # on every rank
             raise refused
 
+    def protect(self, step: int) -> None:
+        """Take a snapshot in the memory of all nodes after `step`, if the strategy's `protect` says that one is due.
+
+        Call it after each step, on every rank. `load` then finds the newest snapshot, too. Without `protect` in the
+        strategy, it does nothing.
+
+        Args:
+            step: The number of steps done.
+
+        Raises:
+            CheckpointError: The extras or the step differ between ranks, replicas have diverged, or a node's memory has
+                no room for a first snapshot. All ranks raise it.
+        """
+        if self._snapshots is None and (protect := self.state.protect) is not None:
+            self._snapshots = Snapshots(self.root, self.state, protect.every)
+        if self._snapshots is not None:
+            self._snapshots.after_step(step)
+
     def settle(self) -> None:
         """Return when everything that is being saved has been copied.
 
@@ -355,6 +273,9 @@ class Saver:
             The outcome of the last checkpoint, or None if it was waited for already.
         """
         outcome = self.wait()
+        if self._snapshots is not None:
+            self._snapshots.close(keep=outcome is not None and not outcome.ok)
+            self._snapshots = None
         self._release()
         self._memory = StagingMemory()
         return outcome

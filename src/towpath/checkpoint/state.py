@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
@@ -31,6 +33,7 @@ from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_sta
 from towpath.checkpoint.manifest import encode_value
 from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.core.formats import dtype_name, shape_text
+from towpath.core.strategy import Protect
 from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
@@ -39,7 +42,7 @@ from towpath.errors import CheckpointError
 from towpath.optim import members_of, owner_stepped_members
 from towpath.outer.saved import IslandState, prefix_of
 
-RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
+RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", "snapshot", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _SHOWN = 200  # characters of an extra's state in an error
 
@@ -86,6 +89,13 @@ class State:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
+        self._nodes: Sequence[int] | None = None
+        self.snapshot: Path | None = None  # the snapshot in this node's memory that was loaded
+
+    @property
+    def protect(self) -> Protect | None:
+        """How the model's strategy protects the training against the loss of a node, or None."""
+        return next((engine.strategy.protect for engine in self.local.engines.values()), None)
 
     def add_saver(self, saver: Any) -> None:
         """Call `saver.settle` before anything that it saves is changed."""
@@ -102,8 +112,13 @@ class State:
 
     # --- saving
 
-    def collect(self) -> WriteItems:
-        """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
+    def collect(self, nodes: Sequence[int] | None = None) -> WriteItems:
+        """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors.
+
+        `nodes`: The node of each rank of the job. Each node then writes all slices that its ranks hold. By default,
+        those that several ranks hold are written once.
+        """
+        self._nodes = nodes
         model, islands, engines = self.named(), self.local.islands, [*self.local.engines.values()]
         copies, tensors = self.local.writes_copies, model.all()
         if islands is not None:
@@ -190,15 +205,16 @@ class State:
             sharded = parameter if parameter is not None else tensor if isinstance(tensor, ShardTensor) else None
             if self._is_written_elsewhere(name, sharded is not None):
                 continue
+            writers, shared_as = _writers(sharded.shard_spec, self._nodes) if sharded is not None else ((), None)
             if isinstance(tensor, ShardTensor):
-                boxes = dict(_share(tensor, number))
-            elif copies if parameter is None else _is_turn(parameter.shard_spec, number):
+                boxes = dict(_share(tensor, number, writers))
+            elif copies if parameter is None else _is_turn(parameter.shard_spec, number, writers):
                 boxes = {(0,) * tensor.dim(): tensor.detach()}
             else:
                 continue
             if boxes:
                 stays = steady and sharded is not None and self.optimizer is not None
-                yield name, TensorChunks(tensor.dtype, tensor.shape, boxes, stays)
+                yield name, TensorChunks(tensor.dtype, tensor.shape, boxes, stays, shared_as)
 
     def _is_written_elsewhere(self, name: str, sharded: bool) -> bool:
         names = self.local.written_elsewhere if sharded else self.local.copied_elsewhere
@@ -220,26 +236,46 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _is_turn(shard_spec: ShardSpec, number: int) -> bool:
-    """Return whether this rank writes what all holders of a slice have. `number` selects one of them."""
-    return shard_spec.holders[number % len(shard_spec.holders)] == shard_spec.replica.rank
+def _writers(shard_spec: ShardSpec, nodes: Sequence[int] | None) -> tuple[Sequence[int], int | None]:
+    """Return which holders of a slice write it: all of them together, or those of this rank's node.
+
+    In the second case, if other nodes write the same files, return also the rank that names this rank's.
+    """
+    holders, replica = shard_spec.holders, shard_spec.replica
+    if nodes is None:
+        return holders, None
+    ranks = [0] if replica.everyone is None else dist.get_process_group_ranks(replica.everyone)
+    on: dict[int, list[int]] = {}
+    for rank in holders:
+        on.setdefault(nodes[ranks[rank]], []).append(rank)
+    mine = on[nodes[ranks[replica.rank]]]
+    if len(on) == 1:
+        return mine, None
+    if len({len(each) for each in on.values()}) > 1:  # they would divide it into other parts: the first one writes it
+        return holders[:1], None
+    return mine, ranks[min(on.values())[mine.index(replica.rank)]]
 
 
-def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes that this rank writes of a slice that it and other ranks hold. `number` selects one of them."""
+def _is_turn(shard_spec: ShardSpec, number: int, writers: Sequence[int]) -> bool:
+    """Return whether this rank writes what all `writers` have. `number` selects one of them."""
+    return writers[number % len(writers)] == shard_spec.replica.rank
+
+
+def _share(tensor: ShardTensor, number: int, writers: Sequence[int]) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the boxes that this rank writes of a slice that all `writers` hold. `number` selects one of them."""
     shard_spec, local = tensor.shard_spec, tensor.to_local().detach()
-    if not shard_spec.counts:
-        return  # another rank of the tensor-parallel mesh has the same slice, and writes it
+    if not shard_spec.counts or shard_spec.replica.rank not in writers:
+        return  # another rank has the same slice, perhaps one of the tensor-parallel mesh, and writes it
     first, last = shard_spec.bounds()
     if tensor.numel() == 0:
-        if shard_spec.replica.rank == 0:
+        if shard_spec.slot == 0 and shard_spec.replica.rank == writers[0]:
             yield (0,) * tensor.dim(), local.view(tensor.shape)
         return
     if last - first >= _SPLIT_ELEMENTS:
-        place, count = shard_spec.holders.index(shard_spec.replica.rank), len(shard_spec.holders)
+        place, count = writers.index(shard_spec.replica.rank), len(writers)
         start, end = (first + (last - first) * i // count for i in (place, place + 1))
     else:
-        start, end = (first, last) if _is_turn(shard_spec, number) else (first, first)
+        start, end = (first, last) if _is_turn(shard_spec, number, writers) else (first, first)
     for box in tensor.boxes((start, end)):
         yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
 

@@ -40,6 +40,7 @@ from towpath.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from towpath.checkpoint.moving import Move, move
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.topology.together import AllRanks, check_same
@@ -61,6 +62,7 @@ class TensorChunks:
     shape: torch.Size
     boxes: Mapping[tuple[int, ...], Tensor]
     steady: bool = False  # only an optimizer's step writes to the boxes
+    shared_as: int | None = None  # the rank that names the file, if ranks of several nodes write the same one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class WriteItems:
     same: Mapping[str, str]  # texts that must be the same on every rank of the island
     island: int = 0
     strategy: str | None = None  # in TOML
+
+
+class DivergedError(CheckpointError):
+    """Ranks that hold the same slices hold other values."""
 
 
 # What a rank has written: its files, its boxes of each tensor, and its values.
@@ -103,17 +109,34 @@ def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: A
                 )
             return stack.enter_context(folders.new_partial(root, step))
 
-    def publish(ranks: list[Written]) -> None:
+    def write_mine() -> tuple[Written, bool]:
+        if here != partial:
+            here.mkdir(parents=True)
+        return write_files(here / f"rank-{me:05d}", items), here == partial
+
+    def publish() -> None:
         assert isinstance(items, WriteItems)
         with writing(partial):
-            complete(partial, step, ranks, items.strategy)
+            complete(partial, step, [each for each, _ in written], items.strategy)
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
+    me = control.groups.rank
     with ExitStack() as stack:
         partial = control.combine(announce, prepare)
-        stem = partial / f"rank-{control.groups.rank:05d}"
-        control.combine(lambda: write_files(stem, items), publish)
+        # A rank that does not see the folder writes on its own node, and sends its files to rank 0.
+        here = partial if partial.is_dir() else partial.with_name(f"{partial.name}_{me}")
+        if here != partial:
+            stack.callback(shutil.rmtree, here, ignore_errors=True)
+        written = control.gather(write_mine)
+        moves = [
+            Move(name, rank, 0)
+            for rank, ((files, _, _), is_there) in enumerate(written)
+            for name in (() if is_there else files)
+        ]
+        stored = {name: file for (files, _, _), _ in written for name, file in files.items()}
+        control.each(lambda: move(moves, here, stored, control.groups))
+        control.on_rank_0(publish)
 
 
 def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> None:
@@ -121,26 +144,49 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
 
     `source` names the files that were imported, or else the versions of the libraries that write.
     """
+    write_manifest(partial, manifest_of(step, ranks, strategy, source))
+    read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+
+
+def manifest_of(step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> Manifest:
+    """Return the manifest of what `ranks` have written. A file that several of them wrote counts once.
+
+    Raises:
+        CheckpointError: Such a file is not the same on all of them.
+    """
+    files, parts = dict[str, StoredFile](), list[tuple[str, StoredTensor]]()
+    writers: dict[str, int] = {}
+    for rank, (written, of_rank, _) in enumerate(ranks):
+        for name in written.keys() & files.keys():
+            if written[name] != files[name]:
+                raise DivergedError(
+                    f"rank {writers[name]} and rank {rank} hold copies of the same slices, which differ ({name}): "
+                    "replicas have diverged. Load a checkpoint. If you write parameters by hand, write the same values "
+                    "on all ranks."
+                )
+        new = written.keys() - files.keys()
+        files |= {name: written[name] for name in written if name in new}
+        writers |= dict.fromkeys(new, rank)
+        for name, part in of_rank.items():
+            if boxes := tuple(box for box in part.boxes if box.file in new):
+                parts.append((name, replace(part, boxes=boxes)))
     tensors: dict[str, StoredTensor] = {}
-    parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
     for name, part in sorted(parts, key=lambda item: item[0]):
         boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
         tensors[name] = replace(part, boxes=boxes)
     values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
     for name in filter(_OPTIMIZER.fullmatch, values):
         values[name] = _merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
-    manifest = Manifest(
+    return Manifest(
         step=step,
         written_by=f"towpath {__version__}, {source or f'torch {torch.__version__}'}",
         seconds=time.time(),
         world=len(ranks),
         strategy=strategy,
-        files={name: file for files, _, _ in ranks for name, file in files.items()},
+        files=files,
         tensors=tensors,
         values=values,
     )
-    write_manifest(partial, manifest)
-    read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
 
 
 def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -163,14 +209,12 @@ def write_files(stem: Path, items: WriteItems | str) -> Written:
     """Write this rank's files: one for the states of the optimizer, and one for everything else."""
     assert isinstance(items, WriteItems)
     if not stem.parent.is_dir():
-        raise CheckpointError(
-            f"{stem.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes share, "
-            "and must not be removed meanwhile."
-        )
+        raise CheckpointError(f"{stem.parent} is gone. Do not remove the folder of checkpoints meanwhile.")
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, pieces in items.pieces.items():
-        file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
+        kind = "-optimizer" if _OPTIMIZER.match(name) else ""
+        file = f"{stem.name if pieces.shared_as is None else f'shared-{pieces.shared_as:05d}'}{kind}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
         files.setdefault(file, {}).update({box.key(name): data for box, data in boxes.items()})
@@ -189,28 +233,45 @@ def free_bytes(folder: Path) -> int:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+class Reading:
+    """The parts of a checkpoint's files that fill `targets` on this rank.
+
+    Attributes:
+        files: The names of the files that this rank reads.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], manifest: Manifest, is_first: bool) -> None:
+        self._manifest = manifest
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata: dict[str, Any] = {
+            name: TensorStorageMetadata(
+                TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
+            )
+            for name, tensor in manifest.tensors.items()
+        }
+        self._planner.set_up_planner(dict(targets), Metadata(metadata), is_first)
+        self._items = list(self._planner.create_local_plan().items)
+        self.files = {self._box_of(item).file for item in self._items}
+
+    def _box_of(self, item: Any) -> StoredBox:
+        return self._manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
+
+    @torch.no_grad()
+    def fill(self, folder: Path) -> None:
+        """Read the files in `folder`, and fill the targets."""
+        files = {name: map_tensors(folder / name) for name in self.files}
+        for item in self._items:
+            box = self._box_of(item)
+            stored = box_in(files[box.file], self._manifest.tensors[item.storage_index.fqn], box)
+            where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            self._planner.resolve_tensor(item).detach().copy_(stored[where])
+
+
 def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: AllRanks) -> None:
     """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata: dict[str, Any] = {
-        name: TensorStorageMetadata(
-            TensorProperties(tensor.dtype),
-            torch.Size(tensor.shape),
-            [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
-        )
-        for name, tensor in manifest.tensors.items()
-    }
-    items: list[Any] = []
-
-    def plan() -> set[str]:
-        """Return the names of the files that this rank reads."""
-        planner.set_up_planner(dict(targets), Metadata(metadata), control.groups.rank == 0)
-        items.extend(planner.create_local_plan().items)
-        return {box_of(item).file for item in items}
-
-    def box_of(item: Any) -> StoredBox:
-        return manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
+    reading = control.each(lambda: Reading(targets, manifest, control.groups.rank == 0))
 
     def share(ranks: list[set[str]]) -> list[list[str]]:
         """Return the files whose checksum each rank computes. The next largest one goes to the rank with the least."""
@@ -228,13 +289,8 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
     def fill() -> None:
         with ThreadPoolExecutor(1) as pool:
             checking = pool.submit(check, checked[control.groups.rank])
-            files = {name: map_tensors(folder / name) for name in {box_of(item).file for item in items}}
-            for item in items:
-                box = box_of(item)
-                stored = box_in(files[box.file], manifest.tensors[item.storage_index.fqn], box)
-                where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                planner.resolve_tensor(item).detach().copy_(stored[where])
+            reading.fill(folder)
             checking.result()
 
-    checked = control.combine(plan, share)
+    checked = control.combine(lambda: reading.files, share)
     control.each(fill)

@@ -27,6 +27,7 @@ from towpath.cli.plan import plan
 from towpath.cli.probe import probe
 from towpath.cli.terminal import CommandGroup, survive_closed_pipes
 from towpath.cli.train import data, train
+from towpath.daemons import note_error
 from towpath.errors import PlanError, StepError, TowpathError
 
 _FAILED = 1
@@ -94,6 +95,7 @@ def _run(arguments: list[str], commands: CommandGroup = app, name: str = "towpat
     try:
         status: Any = commands(arguments, prog_name=name, standalone_mode=False)
     except (StepError, PlanError) as error:
+        note_error()
         return _complain(str(error), _FAILED)
     except TowpathError as error:
         return _complain(str(error))

@@ -387,7 +387,8 @@ def print_ranking(found: Ranking, wrappers: Sequence[Prediction], solver: Solver
         f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
-    for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
+    ranked = found.ranked
+    for line in (*tables.exact_bits(ranked, solver), *tables.launches(ranked), *tables.protection(ranked, solver)):
         console.print(line)
     if wrappers:
         table = table_of(*tables.WRAPPER_HEADINGS, numbers=2)
@@ -415,7 +416,7 @@ def print_steps(shown: Sequence[tuple[int | None, Prediction]], solver: Solver, 
     for cells in tables.compare(steps, solver):
         table.add_row(*cells)
     console.print(table)
-    for line in (*tables.exact_bits(steps, solver), *conclusions):
+    for line in (*tables.exact_bits(steps, solver), *conclusions, *tables.protection(steps[:1], solver)):
         console.print(line)
 
 

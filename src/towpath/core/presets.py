@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Protect, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     offload: Offload | None
     exact: bool
     outer: Outer | None
+    protect: Protect | None
 
 
 NONE = Extent(1)
@@ -166,6 +167,8 @@ def strategy(
             - `exact`: True sends the parameter sync in fewer bytes, and over gloo gradients too, without losing a bit.
             - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
+            - `protect`: A `Protect`, with which training survives a lost node without a shared folder. Nodes then keep
+              snapshots in memory. Use it if machines may fail.
 
     Returns:
         A `Strategy`, if `topology` is given. Otherwise the name with its options, which `shard()` and `schedule()` take
@@ -221,6 +224,7 @@ class NamedStrategy:
             placement = _PLACERS[placement](topology, **({"group": options["group"]} if "group" in options else {}))
         same = {each: options[each] for each in ("frozen", "frozen_codec", "offload") if each in options}
         made = Strategy(topology, placement, self.label, outer=outer, **same)
+        made = replace(made, protect=protected(options.get("protect"), made.job))
         return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
 
     def _transports(self, made: Strategy) -> dict[str, Transport]:
@@ -290,6 +294,18 @@ def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Top
     return outer.on(topology)
 
 
+def protected(protect: Protect | None, job: Topology) -> Protect | None:
+    """Return `protect`, or None with a warning if the job has no other node that can hold copies."""
+    if not isinstance(protect, Protect) or job.nodes > 1:  # `Strategy` refuses what is none
+        return protect
+    warnings.warn(
+        f"protect= is left out: {job.words} has no other node that could hold copies. If the node is lost, training "
+        "goes on from the newest checkpoint. Start more nodes to survive it.",
+        stacklevel=2,
+    )
+    return None
+
+
 _EXTENTS = frozenset({"frozen", "group"})
 
 
@@ -297,7 +313,8 @@ def parse_strategy(text: str, topology: Topology, **defaults: Unpack[Options]) -
     """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64' or 'mics group=4x2'.
 
     Args:
-        text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES.
+        text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES, and `protect` as
+            the steps between snapshots.
         topology: The nodes and ranks of the job.
         **defaults: Options as `strategy()` takes them, unless the text names them.
     """
@@ -316,6 +333,8 @@ def parse_strategy(text: str, topology: Topology, **defaults: Unpack[Options]) -
             options[option] = int(value)
         if option == "exact" and value.lower() in ("true", "false"):
             options[option] = value.lower() == "true"
+        if option == "protect":
+            options[option] = Protect(int(value) if value.isdecimal() else value)  # pyright: ignore[reportArgumentType]
     return strategy(name, topology, **options)
 
 

@@ -19,6 +19,7 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import PassKind, StagePass
 from towpath.core.placement import everyone
+from towpath.core.protection import Protection, protection_of
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, digest_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.step import StepMachine
@@ -80,6 +81,14 @@ class Schedule(SentBytes):
     copied: dict[TransferKind, int] = field(default_factory=dict[TransferKind, int])
     outer: OuterPlan | None = None
 
+    @property
+    def protection(self) -> Protection:
+        """What nodes send and keep so that training survives a lost node, if the optimizer is AdamW.
+
+        Without `protect`, it is what the default would take. `transfers` have none of it.
+        """
+        return protection_of(self.strategy, self.plans, self.outer)
+
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
         return memory_bytes(self.plans) | (self.outer.memory_bytes()[0] if self.outer is not None else {})
@@ -108,7 +117,8 @@ class Schedule(SentBytes):
     def __str__(self) -> str:
         title = f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"
         outer = "" if self.outer is None else f"\n{self.outer}"
-        return f"{title}\n{self.by_kind()}{outer}"
+        protected = "" if self.strategy.protect is None else f"\n{self.protection}"
+        return f"{title}\n{self.by_kind()}{outer}{protected}"
 
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:

@@ -99,6 +99,29 @@ def offloads(offload: Offload | None, part: Literal["optimizer", "params"]) -> b
 
 
 @dataclass(frozen=True, slots=True)
+class Protect:
+    """How often nodes keep a snapshot of the training in memory.
+
+    Training then survives a lost node, without a shared folder. It is part of a strategy:
+    `towpath.strategy(…, protect=Protect(every=10))`. Each node also keeps a copy of what only its *buddy*, another
+    node, holds. `towpath plan` shows the bytes, the memory and the seconds to heal.
+
+    Attributes:
+        every: The optimizer steps from one snapshot to the next. After a loss, at most so many are computed again. More
+            steps send fewer bytes.
+    """
+
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ConfigError(f"Protect: every is a whole number of at least 1; got {self.every!r}.")
+
+    def __str__(self) -> str:
+        return f"a snapshot every {counted(self.every, 'step')}"
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """The full description of how a model is sharded and how its transfers are sent.
 
@@ -121,6 +144,7 @@ class Strategy:
             memory. The optimizer then steps on the CPU. 'params' keeps the P shards of trainable parameters in host
             memory, and copies them to the device for each gather. 'optimizer+params' does both.
         outer: When and how islands synchronize. By default, the job is one island, and every step is synchronous.
+        protect: How often nodes keep snapshots of the training in memory. By default, they keep none.
     """
 
     topology: Topology
@@ -135,6 +159,7 @@ class Strategy:
     frozen_codec: Any = "none"
     offload: Offload | None = None
     outer: Outer | None = None
+    protect: Protect | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
@@ -144,6 +169,14 @@ class Strategy:
                 "towpath.strategy(name, topology, outer=…) takes the topology of the job, and sets both."
             )
         self._check_frozen()
+        if self.protect is not None:
+            if not isinstance(self.protect, Protect):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"{self.name}: protect is a towpath.Protect, or None; got {self.protect!r}.")
+            if self.job.nodes == 1:
+                raise ConfigError(
+                    f"{self.name}: protect on {self.job.words}: expected several nodes, as the copies of a lost node "
+                    "are on another one. Start more nodes, or leave out protect."
+                )
         if self.offload is not None and self.offload not in OFFLOADS:
             raise ConfigError(
                 f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
@@ -309,6 +342,8 @@ class Strategy:
             lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
         if self.outer is not None:
             lines.append(f"  {'outer':<16} {counted(self.islands, 'island')} of this size, {self.outer}")
+        if self.protect is not None:
+            lines.append(f"  {'protect':<16} {self.protect}, in the nodes' memory")
         return "\n".join(lines)
 
     def _frozen_words(self) -> str:
@@ -334,6 +369,8 @@ class Strategy:
         }
         if self.outer is not None:
             tables |= {"outer": self.outer.to_table(), "outer.transport": _transport_table(self.outer.transport)}
+        if self.protect is not None:
+            tables["protect"] = asdict(self.protect)
         try:
             lines = _toml_lines(top)
         except ValueError as error:
@@ -360,8 +397,10 @@ class Strategy:
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
             if (outer := table.pop("outer", None)) is not None:
                 table["outer"] = Outer(**outer | {"transport": Transport(**outer.pop("transport", {}))})
+            if (protect := table.pop("protect", None)) is not None:
+                table["protect"] = Protect(**protect)
             topology = Topology(**table.pop("topology"))
-            if unknown := set(table) - {"name", "frozen", "frozen_codec", "offload", "outer"}:
+            if unknown := set(table) - {"name", "frozen", "frozen_codec", "offload", "outer", "protect"}:
                 raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
             if isinstance(extent := table.get("frozen"), list):
                 table["frozen"] = Extent(*extent)

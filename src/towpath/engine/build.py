@@ -141,7 +141,7 @@ def build(
     # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
-    comm = CommContext(groups, device_of(model.parameters(), groups), log, job)
+    comm = CommContext(groups, device_of(model.parameters(), groups), log, job, strategy.protect is not None)
     places = [place for layout in layouts for place in layout.places]
     mesh = mesh_of([place.parallel for place in places if place.parallel is not None])
     if mesh.groups and (

@@ -130,9 +130,17 @@ class CommContext:
 
     `groups` are those of the ranks that train together. `job` are those of all islands. Without islands, both are one.
     `rank` is this rank as `groups` count, and `number` as the job counts, which errors name.
+    `protected`: whether the job heals itself.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog, job: Groups | None = None) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        device: torch.device,
+        log: CollectiveLog,
+        job: Groups | None = None,
+        protected: bool = False,
+    ) -> None:
         self.rank, self.number = groups.rank, groups.number
         self.device = device
         self.groups, self.job = groups, job or groups
@@ -143,8 +151,9 @@ class CommContext:
         self.record = Record(self.watchdog, timer, self.job.world // groups.world)
         self._everyone = Watchdog.of(self.job)
         self._everyone.oversee(self.watchdog)
-        if device.type == "cuda":
-            self._everyone.watch_processes()
+        # Without a GPU, gloo notices that a process ends, but not that a machine no longer answers.
+        if device.type == "cuda" or protected:
+            self._everyone.watch_processes(protected)
         self.program = Program(log, groups)
         # The streams belong to the process group and not to the model: its transfers and those of another model over
         # the same group then have one order on all ranks.

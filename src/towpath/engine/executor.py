@@ -107,6 +107,8 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
+        self.has_snapshots = False  # whether the training is protected as the strategy says
+        self._unprotected = 0  # the number of boundaries without
         self._writes_before_step = -1  # their number at the last boundary
         self.outer = outer
         self._changes = strategy.changes
@@ -529,6 +531,14 @@ class Engine:
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
+        if self.strategy.protect is not None and not self.has_snapshots:
+            self._unprotected += 1
+            if self._unprotected > self.strategy.protect.every:
+                raise StepError(
+                    f"rank {self.comm.number}: the strategy has {self.strategy.protect}, and none was taken in "
+                    f"{self._unprotected} steps. Call saver.protect(step) of a towpath.checkpoint.Saver after each "
+                    "step, or leave out protect."
+                )
 
     # Routes and codecs that change with the step --------------------------------------------------------------------
 

@@ -177,6 +177,7 @@ class _ThreadHandle(Handle):
         try:
             self._future.result(_LOOK_SECONDS)
         except TimeoutError:
-            if self._future.done():  # the job itself raised the TimeoutError
-                raise
-        return self._future.done()
+            if not self._future.done():
+                return False
+            self._future.result()  # it raises if the job itself did, and not if the job has ended just now
+        return True

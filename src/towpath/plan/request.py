@@ -198,6 +198,8 @@ class Prediction(Timeline):
         computing: Seconds of the passes' computation, if nothing else ran.
         memory: Bytes that a rank holds, by part.
         host_memory: Bytes in the host's memory for each rank, by part.
+        buddy: If the strategy has `protect`, the seconds for which a node sends to its buddy, and those of them that do
+            not fit into idle time of the link.
     """
 
     strategy: Strategy
@@ -205,6 +207,12 @@ class Prediction(Timeline):
     computing: float
     memory: dict[str, int]
     host_memory: dict[str, int] = field(default_factory=dict[str, int])
+    buddy: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which nothing is computed because of transfers."""
+        return sum(self.exposed.values()) + self.buddy[1]
 
     @property
     def order(self) -> tuple[bool, float, int]:

@@ -18,6 +18,7 @@ from typing import Any
 from towpath.core.formats import Precision
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
+from towpath.core.protection import Protection, protection_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Form, Op, Route
 from towpath.core.schedule import Compute, PassPart, depends_on_memory
 from towpath.core.strategy import (
@@ -33,6 +34,7 @@ from towpath.core.strategy import (
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
+from towpath.outer.exchanges import plan_outer
 from towpath.outer.period import Period, replay_period
 from towpath.plan.bandwidth import Timeline
 from towpath.plan.hardware import PROCESSOR, Cluster
@@ -339,13 +341,13 @@ class Solver:
             need more memory than there is.
         """
         if strategy.outer is not None:
-            return self._predict_islands(strategy, batching)
+            return self._with_snapshots(self._predict_islands(strategy, batching))
         stage, micro_steps = self._stage(strategy, batching), batching.micro_steps
         timeline = self._replayed(stage, micro_steps, steps)
         for plain in self._phases(stage.strategy)[1:]:
             other = self._replayed(replace(stage, strategy=plain, plans=self._plans(plain)), micro_steps, steps)
             timeline = timeline.with_more(-0.5, other)  # the mean of both
-        return Prediction(
+        made = Prediction(
             **timeline.figures(),
             strategy=stage.strategy,
             batching=batching,
@@ -353,11 +355,35 @@ class Solver:
             memory=self._memory(stage.strategy, batching),
             host_memory=host_bytes(stage.plans, self.request.optimizer),
         )
+        return self._with_snapshots(made)
+
+    def protection(self, strategy: Strategy) -> Protection:
+        """Return what it takes to survive a lost node with a strategy."""
+        plans = self._plans(strategy)
+        outer = plan_outer(strategy, plans, self._hardware.form)
+        return protection_of(strategy, plans, outer, self.request.optimizer.states)
+
+    def _with_snapshots(self, step: Prediction) -> Prediction:
+        """Add what nodes send to their buddies in a step. It takes longer only if the link has too little idle time."""
+        if step.strategy.protect is None:
+            return step
+        found, nodes, rate = self.protection(step.strategy), step.strategy.job.nodes, self._hardware.inter.rate
+        sending = found.step_bytes / rate
+        idle = max(0.0, step.seconds - step.expected_inter_bytes / nodes / rate)
+        late, most = max(0.0, sending - idle), round(nodes * found.buddy_bytes / found.every)
+        return replace(
+            step,
+            seconds=step.seconds + late,
+            buddy=(sending, late),
+            inter_bytes=step.inter_bytes + most,
+            saved_inter_bytes=step.saved_inter_bytes + most - round(nodes * found.step_bytes),
+            host_memory=step.host_memory | {"snapshots": found.host_bytes // found.job.ranks_per_node},
+        )
 
     def _predict_islands(self, strategy: Strategy, batching: Batching) -> Prediction:
         """Predict the mean step of a period of outer steps. What the steps take longer counts as waiting for them."""
         island = self.of_island(strategy)
-        alone = island.predict(replace(strategy, outer=None), batching)
+        alone = island.predict(replace(strategy, outer=None, protect=None), batching)
         period = island.period(strategy, batching)
         exchanged = {TransferKind.OUTER: max(0.0, period.mean - alone.seconds)}
         islands, plan = strategy.islands, period.plan

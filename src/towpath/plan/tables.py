@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from towpath.core.formats import in_bits
+from towpath.core.protection import Survives
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import SMALLEST_BYTES
 from towpath.plan.hardware import GIB
@@ -21,6 +22,7 @@ _SAME_IN_JSON = (
     *("seconds", "peak_bytes", "host_copy_bytes"),
     *("inter_bytes", "intra_bytes", "expected_inter_bytes", "expected_intra_bytes"),
 )
+_OWN_IN_JSON = ("toml", "placement", "transports", "survives", "protection")  # only steps of Towpath's have these
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
@@ -39,7 +41,7 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         f"{mfu(step, solver):.1%}",
         f"{step.peak_bytes / GIB:.1f}",
         _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
-        f"{sum(step.exposed.values()) / step.seconds:.0%}",
+        f"{step.waiting / step.seconds:.0%}",
     )
 
 
@@ -51,7 +53,7 @@ def wrapper_row(step: Prediction, solver: Solver) -> tuple[str, ...]:
 
 def wrapper_as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a step of PyTorch's own as data for JSON. `strategy` is its name, and no strategy of Towpath's."""
-    return {k: v for k, v in as_json(step, solver).items() if k not in ("toml", "placement", "transports")}
+    return {k: v for k, v in as_json(step, solver).items() if k not in _OWN_IN_JSON}
 
 
 def _batch(step: Prediction) -> str:
@@ -71,9 +73,10 @@ def title(step: Prediction) -> str:
 
 
 def label(strategy: Strategy) -> str:
-    """Return the strategy's name, its codecs, whether it has exact transports, and how often islands synchronize."""
+    """Return the strategy's name, its codecs, exact transports and snapshots, and how often islands synchronize."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
     inner = " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
+    inner += f" protect={strategy.protect.every}" if strategy.protect else ""
     if (outer := strategy.outer) is None:
         return inner
     codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
@@ -149,6 +152,7 @@ def mfu(step: Prediction, solver: Solver) -> float:
 def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a prediction as data for JSON."""
     staged = isinstance(step, PipelinePrediction)
+    protected = [{"buddy": found} if step.strategy.protect else {} for found in step.buddy]
     return {
         **({"layout": asdict(replace(step.layout, strategy=step.strategy.name))} if staged else {}),
         "strategy": step.strategy.name,
@@ -165,12 +169,50 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "memory_bytes": step.memory,
         "margin_bytes": solver.request.memory - step.peak_bytes,
         "host_memory_bytes": step.host_memory,
-        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
-        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
+        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()} | protected[1],
+        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()} | protected[0],
         "launching_seconds": step.launching,
         "unlaunched_seconds": step.unlaunched,
+        "survives": survives(step, solver),
+        "protection": protection_as_json(step, solver),
         **{name: getattr(step, name) for name in _SAME_IN_JSON},
     }
+
+
+def survives(step: Prediction, solver: Solver) -> Survives:
+    """Return whether training survives a lost node with `protect`. Stages of a pipeline have no buddies."""
+    found = solver.protection(step.strategy).survives
+    staged = isinstance(step, PipelinePrediction)
+    return Survives.NO if staged and found is Survives.WITH_BUDDIES else found
+
+
+def protection_as_json(step: Prediction, solver: Solver) -> dict[str, Any] | None:
+    """Return what surviving a lost node takes, as data for JSON, or None if it is not possible."""
+    if survives(step, solver) is Survives.NO or isinstance(step, PipelinePrediction):
+        return None
+    found = solver.protection(step.strategy)
+    return {
+        "every": found.every,
+        "buddy_bytes_per_step": found.step_bytes,
+        "host_memory_bytes_per_node": found.host_bytes,
+        "heal_seconds": found.heal_seconds(solver.cluster.hardware.inter.rate),
+    }
+
+
+def protection(steps: Sequence[Prediction], solver: Solver) -> Iterator[str]:
+    """Yield sentences about which steps survive a lost node, by their numbers, and what that takes with the first."""
+    found = [survives(step, solver) for step in steps]
+    if len(steps) > 1:
+        numbers = {kind: [str(n) for n, each in enumerate(found, 1) if each is kind] for kind in Survives}
+        told = [f"{', '.join(mine)} {kind.value}" for kind, mine in numbers.items() if mine]
+        yield f"Survives a lost node: {'; '.join(told)}."
+    if (facts := protection_as_json(steps[0], solver)) is not None:
+        sent, memory = facts["buddy_bytes_per_step"] / 1e9, facts["host_memory_bytes_per_node"] / GIB
+        told = f"sends {sent:.3g} GB a step from each node to its buddy" if sent else "sends nothing"
+        yield (
+            f"With protect={facts['every']}, {steps[0].strategy.name} {told}, takes {memory:,.0f} GiB of a node's "
+            f"memory, and heals in about {facts['heal_seconds']:.0f} seconds."
+        )
 
 
 def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
@@ -181,6 +223,7 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
         rows.append((name, *cells))
 
     add("P, G, OS", [extents(p.strategy) for p in steps])
+    add("survives a node", [survives(p, solver).value for p in steps])
     add("batch", [_batch(p) for p in steps])
     add("step", [seconds(p.seconds) for p in steps])
     add("  tokens/s, MFU", [f"{tokens_per_second(p, solver):,.0f}, {mfu(p, solver):.1%}" for p in steps])
@@ -192,6 +235,11 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
         add(
             f"  {kind.value}",
             ("–" if ran is None else f"{seconds(ran)} in flight, {seconds(late)} exposed" for ran, late in each),
+        )
+    if any(p.strategy.protect for p in steps):
+        add(
+            "  buddy",
+            [f"{seconds(sent)} in flight, {seconds(late)} exposed" for sent, late in (p.buddy for p in steps)],
         )
     if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
         add("  launching", [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps])
@@ -212,7 +260,7 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
         if step.peak_bytes > solver.request.memory:
             return _does_not_fit(step, solver)
     if len(steps) == 1:
-        return f"{title(steps[0])} waits {seconds(sum(steps[0].exposed.values()))} of {seconds(steps[0].seconds)}."
+        return f"{title(steps[0])} waits {seconds(steps[0].waiting)} of {seconds(steps[0].seconds)}."
     faster, slower = sorted(steps, key=lambda step: step.seconds)
     if slower.seconds - faster.seconds < 0.005 * faster.seconds:
         return "They take the same time, within half a percent."

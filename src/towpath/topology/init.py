@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from towpath.errors import ConfigError, StepError
+from towpath.protect import timeline
 from towpath.topology.groups import Groups, launched, local_rank, numbers_by_rack, rack_name, rendezvous_address
 from towpath.topology.store import DEFAULT_TIMEOUT, gather_through_store, join_store
 
@@ -54,6 +55,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         ConfigError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
             variables, or the ranks did not find each other. Or the named racks do not have equally many ranks.
     """
+    timeline.mark("called")
     # Transfers, the computation and NCCL have more streams than CUDA has hardware queues by default, which are 8. Two
     # streams of one queue can wait for each other. CUDA reads the variable in its first call.
     if torch.version.cuda is not None and not torch.cuda.is_initialized():
@@ -87,6 +89,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         if "gloo" not in str(error):
             raise
         raise StepError(f"the ranks could not meet at {rendezvous_address()}: {first_line(error)}") from error
+    timeline.mark("joined")
     return device
 
 

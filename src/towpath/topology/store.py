@@ -36,6 +36,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 _PAUSE_SECONDS = 0.005
 # A store that is reachable answers in milliseconds.
 _REACH_SECONDS = 2.0
+# A store that has not answered may be gone with rank 0. Notes can do without it for this long.
+_PATIENCE_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
@@ -113,14 +115,18 @@ class StatusStore:
     def __init__(self, group: str, rank: int, world: int) -> None:
         self._group, self.rank, self.world = group, rank, world
         self._connection: Store | None = None
+        self._silent_until = 0.0
 
     def post(self, note: Any) -> None:
         """Replace this rank's note. None removes it."""
-        self._set("note", note)
+        if note is None or time.monotonic() >= self._silent_until:
+            self._set("note", note)
 
     def read(self, ranks: Sequence[int], event: str = "note") -> dict[int, Any]:
         """Return the notes of those of `ranks` that have one. If the store cannot be reached, none has."""
         keys = {rank: self._key(event, rank) for rank in ranks}
+        if event == "note" and time.monotonic() < self._silent_until:
+            return {}
 
         def existing(store: Store) -> dict[int, bytes]:
             return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
@@ -166,6 +172,8 @@ class StatusStore:
 
         asking = start_daemon("towpath-status-store", ask)
         asking.join(_REACH_SECONDS)
+        if not answers:
+            self._silent_until = time.monotonic() + _PATIENCE_SECONDS
         return answers[0] if answers else otherwise
 
     def _key(self, what: str, rank: int) -> str:

@@ -103,6 +103,10 @@ class AllRanks:
         self.combine(lambda: found.append(work()), lambda _: None)
         return found[0]
 
+    def gather(self, work: Callable[[], Value]) -> list[Value]:
+        """Return on every rank what `work` returns on each, by rank."""
+        return self.combine(work, lambda results: results)
+
     def on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Return on every rank the result of `work` on rank 0."""
         return self.combine(lambda: None, lambda _: work())

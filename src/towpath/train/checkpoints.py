@@ -80,6 +80,7 @@ class CheckpointManager:
         if self._source != self._folder:
             inside = self._source and self._source.parent.resolve() == self._folder.resolve()
             self._set_aside(folders.step_of(self._source) if self._source and inside else -1)
+        self._protect()  # also what a lost node had: its place has been taken by one that keeps no copies
         return self
 
     def joined(self, step: int) -> None:
@@ -144,10 +145,21 @@ class CheckpointManager:
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
+        self._protect()
         if self.is_due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
         state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
+
+    def _protect(self) -> None:
+        if (protect := self._contents.protect) is None:
+            return
+        if self._state.step % protect.every == 0:
+            self._settle()  # a snapshot of a loss that is not finite would bring it back
+        try:
+            self._saver.protect(self._state.step)
+        except CheckpointError as error:
+            raise StepError(str(error)) from None
 
     def _save(self) -> None:
         self._settle()  # a loss that is not finite raises

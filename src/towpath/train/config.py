@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES
-from towpath.core.strategy import OFFLOADS, Strategy, written
+from towpath.core.strategy import OFFLOADS, Protect, Strategy, written
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer, outer_transport
 from towpath.plan.request import OUTER
@@ -205,6 +205,7 @@ class StrategyConfig(Section):
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
+    protect: int = key(0, "steps between snapshots in the nodes' memory; 0: none", FROM_0)
     memory: float = key(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -237,6 +238,11 @@ class StrategyConfig(Section):
         """The strategy's TOML file, or None if `name` is a preset."""
         return Path(self.name) if self.name.endswith(".toml") else None
 
+    @property
+    def protection(self) -> Protect | None:
+        """How often nodes keep snapshots in memory, or None if they keep none."""
+        return Protect(self.protect) if self.protect else None
+
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
         return Topology(*map(int, self.nodes.split("x"))) if self.nodes else launched
@@ -246,6 +252,8 @@ class StrategyConfig(Section):
         options: dict[str, Any] = {name: getattr(self, name) for name in ("offload", "exact") if getattr(self, name)}
         if (outer := self.outer.build()) is not None:
             options["outer"] = outer
+        if self.protect:
+            options["protect"] = self.protection
         if self.file is None:
             return presets.parse_strategy(self.name, self.topology(launched), **options)
         if options:
@@ -331,6 +339,8 @@ class Config:
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
                 "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
+        if self.strategy.protect:
+            self.strategy.refuse("protect", f"0 with parallel.pipeline = {parallel.pipeline}, which takes no snapshots")
         which = "pipeline" if parallel.pipeline > 1 else "tensor"
         missing = {
             "train.compile": train.compile,

@@ -148,7 +148,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         job.print_once(
             "auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured"
         )
-        return train, presets.strategy("ddp", topology, offload=offload)
+        return train, presets.strategy("ddp", topology, offload=offload, protect=options.protection)
     # Imported only here, because they import what traces a model.
     from towpath.plan.choice import choose, profile_model
 
@@ -188,4 +188,4 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
     job.print_once(choice.why)
     batching = choice.batching
     chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)
-    return chosen, choice.strategy
+    return chosen, replace(choice.strategy, protect=presets.protected(options.protection, choice.strategy.job))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, final
 from zlib import crc32
 
@@ -27,8 +26,6 @@ from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError
 from towpath.topology.groups import Groups
 
-# How often a rank that waits in a shared call checks whether the call can still end.
-_LOOK = timedelta(seconds=1)
 _END_OF_BACKWARD = "the end of the backward pass"
 
 
@@ -95,15 +92,7 @@ class Program:
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
-        # On a GPU there is no work to wait for: the collective runs on the current stream, and does not block the host.
-        while work is not None:
-            try:
-                work.wait(_LOOK)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            self._watchdog.raise_if_diverged()
+        self._watchdog.wait(work)
 
     def pass_failed(self, what: str) -> None:
         """Note a failed forward or backward pass. Of several failures the first is kept."""

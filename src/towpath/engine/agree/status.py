@@ -132,9 +132,14 @@ class RankStatus:
         self.failure = what
 
     @property
+    def transfers(self) -> bool:
+        """Whether this rank or its device is in a transfer."""
+        return bool(self._under_way or self.on_device())
+
+    @property
     def waits(self) -> bool:
         """Whether this rank or its device is in a transfer, or in a call that other ranks must make, too."""
-        return bool(self._under_way or self.inside or self.on_device())
+        return bool(self.inside) or self.transfers
 
     def silent_seconds(self) -> float:
         """Return for how long nothing has begun or ended. Call it at regular intervals: it looks for progress."""

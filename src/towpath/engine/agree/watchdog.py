@@ -11,11 +11,16 @@ then continues, and gets the error at its next transfer.
 Nor does the host notice there that a peer has died, until NCCL's own watchdog stops the device. So each rank holds a
 connection to the next one (`NextRank`), over which only a token is sent. The kernel closes it when that process ends,
 and its keepalive notices when that machine or the link to it fails.
+
+A job that heals itself must not wait for a lost rank anywhere, also where no transfer of a model is under way, such as
+in PyTorch's own collectives. There, a rank whose next rank is lost ends its process, and the launcher starts all again.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -23,12 +28,15 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from operator import itemgetter
 from typing import Any, final
 
+import torch.distributed as dist
+
 from towpath.core.queues import LoggedCall, Scope
-from towpath.daemons import start_daemon
+from towpath.daemons import ends_in_error, start_daemon
 from towpath.engine.agree.digest import CollectiveLog, StepLog, difference, divergence_message
 from towpath.engine.agree.status import RankStatus
 from towpath.errors import StepError
@@ -47,8 +55,15 @@ _WARN_SECONDS = 60.0
 _FEW = 16
 
 _PATIENCE_SECONDS = 5.0  # for a connection to the next rank
-# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes.
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes. A lost machine
+# is noticed after 20 seconds. In a job that heals itself it is after 7, because a false alarm costs little there.
+_KEEPALIVE, _KEEPALIVE_OF_PROTECTED = (5, 5, 3), (3, 1, 4)
+_LEAVES = b"."
+_PROBES = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+# How often a rank that waits for a collective checks whether the collective can still end.
+_LOOK = timedelta(seconds=1)
+# A rank of a protected job has so many seconds to raise, after the next rank is lost.
+_RAISE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,10 @@ class Watchdog:
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._cause = ""  # the same, as a peer has said it
+        self.is_waiting = False  # in `wait`
+        self._protected = False
+        self._has_raised = False
+        self._stuck: tuple[float, int] | None = None  # since when the next rank is lost, and the progress then
         self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout.total_seconds()
@@ -101,16 +120,42 @@ class Watchdog:
             self._islands.append(island)
             island.warns = False  # this watchdog warns, and describes the ranks of all islands
 
-    def watch_processes(self) -> None:
-        """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
+    def watch_processes(self, protected: bool = False) -> None:
+        """Start to watch whether the next rank's process ends. Every rank must call it.
+
+        Args:
+            protected: Whether the job heals itself. It then notices sooner that a machine no longer answers.
+        """
         if self._next_rank is None and self.world > 1:
-            self._next_rank = NextRank(self._groups)
+            self._next_rank = NextRank(self._groups, _KEEPALIVE_OF_PROTECTED if protected else _KEEPALIVE)
+            atexit.register(self._next_rank.take_leave)
+            self._protected = protected
+            # It connects to the store. If rank 0, which may hold the store, is lost, an error would wait to connect.
+            self.store.post(None)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
+        # On a GPU there is no work to wait for: the collective runs on the current stream, and does not block the host.
+        self.is_waiting = True
+        try:
+            while work is not None:
+                try:
+                    work.wait(_LOOK)
+                    return
+                except RuntimeError:
+                    if work.is_completed():  # it has failed, or has ended just now
+                        work.wait()
+                        return
+                self.raise_if_diverged()
+        finally:
+            self.is_waiting = False
 
     # What errors say ------------------------------------------------------------------------------------------------
 
     def raise_if_diverged(self) -> None:
         """Raise StepError if the ranks are known to wait for transfers that can never end."""
         if self.diverged:
+            self._has_raised = True
             raise StepError(
                 f"{self.diverged} Transfers of this job are stuck, those of its other models, too: end it, and restart "
                 "from a checkpoint."
@@ -220,9 +265,9 @@ class Watchdog:
         """
         if self.diverged:
             return
-        notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
-        lost = self.ended_peer()
+        lost, notes = self.ended_peer(), dict[int, Any]()
         if lost is None:
+            notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
             lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
             peer = self.first + lost
@@ -242,6 +287,22 @@ class Watchdog:
         """Return the number of the next rank if its process has ended, else None."""
         return self._next_rank.rank if self._next_rank is not None and self._next_rank.is_gone else None
 
+    def end_if_stuck(self) -> None:
+        """End this process if its job is protected, and it waits for a lost rank where it cannot raise."""
+        next_rank, progress = self._next_rank, self.status.progress
+        has_raised = self._has_raised or self.status.failure
+        if not self._protected or next_rank is None or not next_rank.is_gone or next_rank.has_left or has_raised:
+            self._stuck = None
+        elif self._stuck is None or self._stuck[1] != progress:
+            self._stuck = time.monotonic(), progress
+        elif time.monotonic() - self._stuck[0] > _RAISE_SECONDS:
+            _LOG.error(
+                "rank %d: the process of rank %d has ended, and this rank waits where it cannot raise. It ends "
+                "itself, so that the launcher starts all ranks again. %s",
+                *(self.number, self.first + next_rank.rank, self.status.describe()),
+            )
+            os._exit(1)
+
     def release_device(self) -> None:
         """Abort the groups of a device in a transfer that can never end, so that the training thread can continue."""
         if self.diverged and self.status.on_device():
@@ -260,8 +321,9 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
             if posted != (progress, lost := watchdog.ended_peer()):
                 watchdog.post(silent=True)
                 posted = progress, lost
-            if status.waits:
-                watchdog.look_for_divergence()
+            if (waits := status.waits) or watchdog.is_waiting:
+                if waits:
+                    watchdog.look_for_divergence()
                 watchdog.look_for_lost_peers()
                 watchdog.release_device()
                 if watchdog.diverged:
@@ -269,6 +331,7 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
         elif not watchdog.diverged and posted is not None:
             watchdog.post(silent=False)
             posted = None
+        watchdog.end_if_stuck()
         # Whether the rank waits is the last question, because it queries events of the device. Another thread may be
         # capturing a CUDA graph, and CUDA's default mode of capture forbids queries of all threads.
         is_long = silent >= min(_WARN_SECONDS, patience / 2)
@@ -289,10 +352,11 @@ class NextRank:
 
     # Every rank must make one, at the same time.
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, keepalive: Sequence[int] = _KEEPALIVE) -> None:
         self.rank = (groups.rank + 1) % groups.world
         self._connection: socket.socket | None = None
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
+        self.has_left = False  # whether the next rank has ended without an error
         with socket.create_server(("", 0)) as listener:
             host, _, _ = rendezvous_address().rpartition(":")
             # Something else may be listening at an address, or connect to it. The token shows who is meant.
@@ -301,7 +365,7 @@ class NextRank:
             peers: list[tuple[tuple[str, int], bytes]] = groups.all_gather_objects((here, token))
             reason: object = "another process answered at its address"
             try:
-                self._connection = _introduced(*peers[self.rank])
+                self._connection = _introduced(*peers[self.rank], keepalive)
             except OSError as error:
                 reason = error
             self._from_previous = _accepted(listener, token)
@@ -319,11 +383,19 @@ class NextRank:
         if self._connection is None:
             return False
         try:
-            return self._connection.recv(1) == b""
+            while word := self._connection.recv(1):
+                self.has_left = word == _LEAVES
+            return True
         except BlockingIOError:
             return False
         except OSError:
             return True
+
+    def take_leave(self) -> None:
+        """Tell the previous rank that this process ends without an error."""
+        if self._from_previous is not None and not ends_in_error():
+            with contextlib.suppress(OSError):
+                self._from_previous.send(_LEAVES)
 
 
 def _own_address(other: str) -> str:
@@ -334,12 +406,12 @@ def _own_address(other: str) -> str:
     return socket.gethostname()
 
 
-def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
+def _introduced(address: tuple[str, int], token: bytes, keepalive: Sequence[int]) -> socket.socket:
     """Connect to `address`, and send `token`. The kernel watches the connection from then on."""
     connection = socket.create_connection(address, _PATIENCE_SECONDS)
     connection.sendall(token)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
+    for name, value in zip(_PROBES, keepalive, strict=True):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setblocking(False)

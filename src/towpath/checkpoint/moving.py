@@ -1,0 +1,128 @@
+"""Files of a checkpoint between ranks: from nodes that have them to nodes whose ranks read or publish them."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from towpath.checkpoint.manifest import Manifest, StoredFile
+from towpath.checkpoint.safe_files import DamagedError, writing
+from towpath.logs import logger
+from towpath.topology.groups import Groups
+from towpath.topology.together import AllRanks
+
+_LOG = logger("checkpoint")
+_PIECE_BYTES = 16 << 20
+_NAMED_FILES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A file that one rank sends to another, whose node lacks it."""
+
+    name: str
+    sender: int
+    receiver: int
+
+
+def plan_moves(
+    homes: Mapping[str, Set[int]],
+    manifest: Manifest,
+    folder: Path,
+    needs: Sequence[Set[str]],
+    numbers: Sequence[int],
+    control: AllRanks,
+) -> list[Move]:
+    """Return which files are sent to nodes whose ranks read them. Every copy that is used was read and is whole.
+
+    Every rank must call it.
+
+    Args:
+        homes: By file, the nodes that have it.
+        manifest: The checkpoint.
+        folder: Its folder on this node.
+        needs: By rank, the files that it reads.
+        numbers: By rank, the number of its node.
+        control: All ranks.
+
+    Raises:
+        DamagedError: No node has a whole copy of a file. All ranks raise it.
+    """
+    homes = {name: set(nodes) for name, nodes in homes.items()}
+    on_node = {node: [r for r, each in enumerate(numbers) if each == node] for node in set(numbers)}
+    needed = sorted({(numbers[rank], name) for rank, names in enumerate(needs) for name in names})
+    whole: set[tuple[int, str]] = set()
+    while True:
+        load, chosen = Counter[int](), dict[tuple[int, str], int]()
+        if lost := sorted({name for _, name in needed if not homes[name]}):
+            raise DamagedError(
+                f"no node has a whole copy of {', '.join(lost[:_NAMED_FILES])}{'…' if len(lost) > _NAMED_FILES else ''}"
+                ": the nodes that held it are lost, or what they hold is damaged."
+            )
+        for node, name in needed:
+            home = node if node in homes[name] else min(homes[name], key=lambda each: (load[each], each))
+            load[home] += manifest.files[name].bytes if home != node else 0
+            chosen[node, name] = home
+        unchecked = sorted({(home, name) for (_, name), home in chosen.items()} - whole)
+        if not unchecked:
+            break
+        mine = [
+            (home, name)
+            for i, (home, name) in enumerate(unchecked)
+            if on_node[home][i % len(on_node[home])] == control.groups.rank
+        ]
+        for damaged in control.gather(partial(_damaged, mine, folder, manifest)):
+            for home, name in damaged:
+                homes[name].discard(home)
+                _LOG.error("%s OF NODE %d IS DAMAGED. Trying another copy.", name, home)
+        whole |= {(home, name) for home, name in unchecked if home in homes[name]}
+    return [
+        Move(name, on_node[home][i % len(on_node[home])], on_node[node][i % len(on_node[node])])
+        for i, ((node, name), home) in enumerate(chosen.items())
+        if home != node
+    ]
+
+
+def _damaged(files: Sequence[tuple[int, str]], folder: Path, manifest: Manifest) -> list[tuple[int, str]]:
+    """Return those of this node's `files` that are not as they were written."""
+    found: list[tuple[int, str]] = []
+    for node, name in files:
+        try:
+            manifest.check_file(folder, name)
+        except DamagedError:
+            found.append((node, name))
+    return found
+
+
+def move(moves: Sequence[Move], folder: Path, files: Mapping[str, StoredFile], groups: Groups) -> None:
+    """Send files from `folder`, and receive into it. Every rank must call it with the same moves.
+
+    All go through them in one order, so no two ranks wait for each other.
+    """
+    me, group = groups.rank, groups.parent
+    for each in moves:
+        size, path = files[each.name].bytes, folder / each.name
+        if each.sender == me:
+            octets = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+            for piece in octets.split(_PIECE_BYTES):
+                dist.send(piece, group=group, group_dst=each.receiver)
+        elif each.receiver == me:
+            crc, arriving = 0, path.with_name(f"{each.name}.arriving")
+            with writing(path), arriving.open("wb") as file:
+                for start in range(0, size, _PIECE_BYTES):
+                    piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
+                    dist.recv(piece, group=group, group_src=each.sender)
+                    arrived: Any = piece.numpy()
+                    crc = zlib.crc32(arrived, crc)
+                    file.write(arrived)
+            if crc != files[each.name].crc32:
+                raise DamagedError(f"{path}, which rank {each.sender} has sent, did not arrive as it was sent.")
+            arriving.replace(path)

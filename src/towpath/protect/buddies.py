@@ -1,0 +1,227 @@
+"""What only one node holds is sent to its buddy, as exact differences against the snapshot before.
+
+A file of a snapshot is sent in chunks. A chunk is one exact message (`codecs/exact`) from the bytes of the last
+snapshot to those of this one. Its checksum and the digest of the old bytes are checked before a byte of the copy
+changes, so neither a damaged message nor a stale copy goes unnoticed.
+
+Training goes first. A chunk is sent while no transfer of the model is under way. If the links are never idle, the
+chunks are spread over the steps until the next snapshot. The receiver confirms each chunk, so that no more than one is
+in the buffers of the network when training sends again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from towpath.checkpoint.safe_files import writing
+from towpath.checkpoint.storage import Written
+from towpath.codecs import exact
+from towpath.core.formats import dtype_name
+from towpath.daemons import start_daemon
+from towpath.engine.layout import torch_dtype
+from towpath.errors import CheckpointError
+from towpath.topology.groups import Groups
+
+# A chunk takes about this long on the link, between these sizes: training waits for one at most.
+_CHUNK_SECONDS = 0.02
+_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
+_PAUSE_SECONDS = 0.001
+# Values take about 0.84 of the bytes of float32. Only longer differences are compared with them.
+_TRIED_FROM = 0.85
+_CHUNK, _CONFIRMED = 1, 2  # tags
+_NOTHING = torch.zeros(16, dtype=torch.uint8)  # no message: it would have no values
+
+
+@dataclass(frozen=True, slots=True)
+class SentFile:
+    """A file that a rank sends to its buddy. `difference`: both hold the one of the last snapshot."""
+
+    name: str
+    bytes: int
+    dtype: str  # of most of its bytes, as which they are encoded
+    difference: bool
+
+
+def buddy_of(rank: int, nodes: Sequence[int]) -> int | None:
+    """Return the rank that keeps copies for `rank`, or None on a single node. `nodes` has the node of each rank.
+
+    It has the same place on the next node.
+    """
+    order = list(dict.fromkeys(nodes))
+    if len(order) == 1:
+        return None
+    there = order[(order.index(nodes[rank]) + 1) % len(order)]
+    place = [r for r in range(len(nodes)) if nodes[r] == nodes[rank]].index(rank)
+    ranks = [r for r in range(len(nodes)) if nodes[r] == there]
+    return ranks[place % len(ranks)]
+
+
+def plan_files(
+    written: Sequence[Written], held: Sequence[Mapping[str, int]], nodes: Sequence[int]
+) -> list[list[SentFile]]:
+    """Return by rank which of its files it sends to its buddy: those that no other node has.
+
+    `held`: By rank, the sizes of the files of the last snapshot on its node.
+    """
+    homes = Counter(name for files, _, _ in written for name in files)
+    plan: list[list[SentFile]] = []
+    for rank, (files, tensors, _) in enumerate(written):
+        buddy, mine = buddy_of(rank, nodes), list[SentFile]()
+        for name, file in files.items() if buddy is not None else ():
+            assert buddy is not None
+            if homes[name] > 1:
+                continue
+            sizes = Counter[str]()
+            for tensor in tensors.values():
+                sizes[dtype_name(tensor.dtype)] += sum(math.prod(box.sizes) for box in tensor.boxes if box.file == name)
+            kinds = {dtype_name(dtype) for dtype in exact.DTYPES}
+            dtype = next((each for each, _ in sizes.most_common() if each in kinds), "float32")
+            known = all(held[each].get(name) == file.bytes for each in (rank, buddy))
+            mine.append(SentFile(name, file.bytes, dtype, known))
+        plan.append(mine)
+    return plan
+
+
+@final
+class BuddyExchange:
+    """The files that this rank sends to its buddy, and those of which it keeps copies.
+
+    Args:
+        groups: All ranks. No one else may use them meanwhile.
+        folder: The snapshot that is being written on this node.
+        base: The last snapshot on this node, or None.
+        is_turn: Returns whether to send now, given the share of the bytes that were sent.
+    """
+
+    def __init__(self, groups: Groups, folder: Path, base: Path | None, is_turn: Callable[[float], bool]) -> None:
+        self._groups, self._folder, self._base, self._is_turn = groups, folder, base, is_turn
+        self._chunk_bytes = _LEAST_BYTES
+
+    def run(self, plan: Sequence[Sequence[SentFile]], nodes: Sequence[int]) -> int:
+        """Send and receive what `plan` lists for each rank. Return the bytes that this rank sent.
+
+        If it fails on this rank, its partners fail, too. The group cannot be used for another exchange then.
+        """
+        here, failures = self._groups.rank, list[Exception]()
+        to, sources = buddy_of(here, nodes), [r for r, files in enumerate(plan) if files and buddy_of(r, nodes) == here]
+
+        def receive() -> None:
+            try:
+                for rank in sources:
+                    for file in plan[rank]:
+                        self._receive(file, rank)
+            except Exception as error:  # the caller raises it
+                failures.append(error)
+                for rank in sources:
+                    with suppress(RuntimeError):
+                        self._confirm(rank, is_right=False)
+
+        receiving, sent = start_daemon("towpath buddy", receive), 0
+        try:
+            sent = self._send(plan[here], to)
+        except Exception as error:
+            failures.append(error)
+            with suppress(RuntimeError):  # no message begins with these
+                dist.send(_NOTHING, group=self._groups.parent, group_dst=to, tag=_CHUNK)
+        receiving.join()
+        if failures:
+            raise failures[0]
+        return sent
+
+    def _send(self, files: Sequence[SentFile], to: int | None) -> int:
+        total, done, sent = sum(file.bytes for file in files), 0, 0
+        message, confirmed = _message_memory(), torch.empty(1, dtype=torch.uint8)
+        for file in files:
+            assert to is not None
+            new, tail = _words(self._folder / file.name, file)
+            old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
+            start = 0
+            while start < len(new):
+                while not self._is_turn((done + start * new.itemsize) / total):
+                    time.sleep(_PAUSE_SECONDS)
+                end = min(start + self._chunk_bytes // new.itemsize, len(new))
+                nbytes = _encoded(None if old is None else old[start:end], new[start:end], message)
+                began = time.perf_counter()
+                dist.send(message[:nbytes], group=self._groups.parent, group_dst=to, tag=_CHUNK)
+                dist.recv(confirmed, group=self._groups.parent, group_src=to, tag=_CONFIRMED)
+                if not confirmed.item():
+                    raise CheckpointError(f"rank {to}, which keeps copies for this rank, has failed: see its error.")
+                self._adapt(time.perf_counter() - began)
+                start, sent = end, sent + nbytes
+            if len(tail):
+                dist.send(tail, group=self._groups.parent, group_dst=to, tag=_CHUNK)
+            done += file.bytes
+        return sent
+
+    def _adapt(self, seconds: float) -> None:
+        """Let the next chunk take about as long as it should."""
+        factor = min(2.0, max(0.5, _CHUNK_SECONDS / max(seconds, 1e-6)))
+        self._chunk_bytes = int(min(_MOST_BYTES, max(_LEAST_BYTES, self._chunk_bytes * factor))) // 8 * 8
+
+    def _receive(self, file: SentFile, source: int) -> None:
+        with writing(path := self._folder / file.name):
+            path.touch(0o600, exist_ok=False)
+            os.truncate(path, file.bytes)
+            new, tail = _words(path, file, shared=True)
+            old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
+            message, start = _message_memory(), 0
+            while start < len(new):
+                dist.recv(message, group=self._groups.parent, group_src=source, tag=_CHUNK)
+                end = start + int(message[8:16].view(torch.int64))  # how many values the message has
+                if not start < end <= len(new):
+                    raise CheckpointError(
+                        f"rank {source} sent values {start} to {end} of the {len(new)} of {file.name}, or has failed: "
+                        "see its error."
+                    )
+                is_difference = old is not None and exact.is_difference(message)
+                if old is not None and is_difference:
+                    new[start:end] = old[start:end]
+                exact.decode(message, new[start:end], is_difference)
+                self._confirm(source, is_right=True)
+                start = end
+            if len(tail):
+                dist.recv(tail, group=self._groups.parent, group_src=source, tag=_CHUNK)
+
+    def _confirm(self, source: int, is_right: bool) -> None:
+        answer = torch.tensor([is_right], dtype=torch.uint8)
+        dist.send(answer, group=self._groups.parent, group_dst=source, tag=_CONFIRMED)
+
+
+def _encoded(old: Tensor | None, new: Tensor, message: Tensor) -> int:
+    """Encode a chunk, and return the bytes. Values are shorter than differences where a step changes most bits."""
+    nbytes = exact.encode(old, new, message)
+    assert nbytes is not None  # on the host
+    if old is None or nbytes < _TRIED_FROM * new.nbytes:
+        return nbytes
+    values = torch.empty_like(message)
+    of_values = exact.encode(None, new, values)
+    assert of_values is not None
+    if of_values >= nbytes:
+        return nbytes
+    message[:of_values] = values[:of_values]
+    return of_values
+
+
+def _message_memory() -> Tensor:
+    """Return memory for the longest message of a chunk. What arrives may be shorter."""
+    return torch.empty(exact.message_bound(_MOST_BYTES // 2, torch.bfloat16), dtype=torch.uint8)
+
+
+def _words(path: Path, file: SentFile, shared: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the mapped file as values of its dtype, and the bytes after the last whole one. Writes need `shared`."""
+    octets = torch.from_file(str(path), shared=shared, size=file.bytes, dtype=torch.uint8)
+    dtype = torch_dtype(file.dtype)
+    whole = file.bytes // dtype.itemsize * dtype.itemsize
+    return octets[:whole].view(dtype), octets[whole:]

@@ -1,0 +1,289 @@
+"""Snapshots of a training in the memory of its nodes, from which it goes on after a node is lost.
+
+A snapshot is a checkpoint (`towpath.checkpoint`) whose files are in the memory of the nodes. Each node has those of its
+ranks, copies of its buddy's, and the manifest of all. Slices that several nodes hold are in a file of the same name and
+content on each of these nodes, and are not sent. The checksums in the manifest show whether they are equal.
+
+    training thread    State.collect, copies of what may change at once
+    thread             the other copies; files; agreement on the manifest; exchange with the buddies; publishing
+
+All ranks agree before a snapshot is published, and again before the one before is removed. So at any moment every node
+has a complete one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import final
+
+from towpath.checkpoint import storage
+from towpath.checkpoint.manifest import Manifest, read_manifest, step_of, write_manifest
+from towpath.checkpoint.staging import Snapshot, StagingMemory
+from towpath.checkpoint.state import State
+from towpath.checkpoint.storage import DivergedError, WriteItems, Written
+from towpath.daemons import start_daemon
+from towpath.errors import CheckpointError, TowpathError
+from towpath.logs import logger
+from towpath.protect import timeline
+from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, plan_files
+from towpath.protect.keeper import start_keeper
+from towpath.protect.memory import NodeMemory, memory_of
+from towpath.topology.groups import Groups
+from towpath.topology.together import AllRanks, check_same, described
+
+_LOG = logger("protect")
+NOTICED = "noticed"  # the note with the time of a loss
+
+# What a rank tells before it writes: the step, the bytes of what only its node has and of the rest, the lines that must
+# be the same on all ranks of its island, and its island.
+Announced = tuple[int, tuple[int, int], list[str], int]
+
+
+@final
+class NodeRanks:
+    """The ranks of a job on each node, and this node's memory. Every rank must create one at the same time."""
+
+    def __init__(self, root: str | Path, groups: Groups) -> None:
+        self.memory: NodeMemory = memory_of(root)
+        self.memory.hold()
+        self.memory.note("node", uuid.uuid4().hex, first=True)
+        self.nodes: list[str] = groups.all_gather_objects(self.memory.noted("node"))
+        self.mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[groups.rank]]
+        self.leads = self.mine[0] == groups.rank  # whether this rank is the first one of its node
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each rank's node."""
+        order = list(dict.fromkeys(self.nodes))
+        return [order.index(node) for node in self.nodes]
+
+    def noticed(self) -> float | None:
+        """Return when this node noticed that another one is lost, or None, and forget it."""
+        found = self.memory.noted(NOTICED)
+        if self.leads:
+            self.memory.forget(NOTICED)
+        return found
+
+    def forget(self) -> None:
+        """Remove the snapshots on this node."""
+        for path in self.memory.snapshots() if self.leads else ():
+            self.memory.remove(step_of(path))
+
+
+def run_of(manifest: Manifest) -> str:
+    """Return the name of the run that took a snapshot. Snapshots of two runs are never mixed."""
+    return manifest.values.get("snapshot", {}).get("run", "")
+
+
+@final
+class Snapshots:
+    """The snapshots of a job, on one rank. Every rank creates one and makes the same calls."""
+
+    def __init__(self, root: str | Path, state: State, every: int) -> None:
+        self._state, self._every = state, every
+        self._everyone = state.local.everyone
+        self._engines = [*state.local.engines.values()]
+        self._ranks = NodeRanks(root, self._everyone)
+        self._memory = self._ranks.memory
+        self._staging = StagingMemory()
+        self._control = self._new_channel()
+        self._base: int | None = None  # the step of the snapshot that all nodes hold
+        self._sends_all = False  # after a failure, because what a buddy holds may be damaged
+        self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
+        self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
+        self._awaited = threading.Event()  # whether training waits for the snapshot
+        self._step = 0
+        self.sent_bytes = 0  # so far, to the buddy
+        self._heals = state.snapshot is not None
+        state.add_saver(self)
+        for engine in self._engines:
+            engine.has_snapshots = True
+        self._control.each(self._open)
+        self._name = self._control.on_rank_0(self._run)
+
+    def _open(self) -> None:
+        """Remove the snapshots of another run. Only the one that was loaded is of this run."""
+        loaded = self._state.snapshot
+        if self._ranks.leads:
+            self._memory.sweep()
+            for path in self._memory.snapshots():
+                if path != loaded:
+                    self._memory.remove(step_of(path))
+            start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
+        self._base = None if loaded is None else step_of(loaded)
+        atexit.register(self._note_end)
+
+    def _note_end(self) -> None:
+        """Note when this rank has ended in the middle of the training: it has noticed that another one is lost."""
+        with suppress(OSError):
+            self._memory.note(NOTICED, time.time(), first=True)
+
+    def _run(self) -> str:
+        """Return the name of this run: that of the snapshot which was loaded, or a new one."""
+        loaded = self._state.snapshot
+        return uuid.uuid4().hex if loaded is None else run_of(read_manifest(loaded))
+
+    def _new_channel(self) -> AllRanks:
+        # Nothing else uses the group, and nothing uses it again after a failure.
+        number: int = next(self._everyone.shared("snapshots", count))
+        return AllRanks(self._everyone.apart(f"snapshots {number}"), "taking a snapshot", CheckpointError)
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def after_step(self, step: int) -> None:
+        """Note that so many steps are done, and begin a snapshot if one is due.
+
+        Raises:
+            CheckpointError: Replicas have diverged, or the first snapshot could not be taken. Every rank raises it.
+        """
+        self._step = step
+        if self._heals and step != self._base:
+            self._heals = False
+            timeline.mark("stepped")
+            if self._everyone.rank == 0 and (parts := timeline.seconds()):
+                text = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
+                _LOG.warning(
+                    "healed: the next step came %.1f s after a loss was noticed (%s)", sum(parts.values()), text
+                )
+        if step % self._every == 0:
+            self.wait()
+            self._begin(step)
+
+    def wait(self) -> None:
+        """Wait for the snapshot that is being taken. It raises as `after_step` does."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._awaited.set()
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        if self._base is None or isinstance(failure, DivergedError):
+            raise failure
+        if self._everyone.rank == 0:
+            _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
+        self._control, self._sends_all = self._new_channel(), True
+
+    def settle(self) -> None:
+        """Return when everything has been copied, so that it may be changed."""
+        if self._snapshot is not None:
+            self._snapshot.before_step()
+
+    def close(self, *, keep: bool) -> None:
+        """End, and remove the snapshots unless they are to be kept. Every rank must call it."""
+        self.wait()
+        atexit.unregister(self._note_end)
+        self._control.each(lambda: None)  # no node removes what another one needs
+        if self._ranks.leads and not keep:
+            self._memory.close()
+        self._memory.release()
+        for engine in self._engines:
+            engine.has_snapshots = False
+
+    def _begin(self, step: int) -> None:
+        items: WriteItems | str
+        try:
+            items = self._state.collect(self._ranks.numbers)
+            pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
+            items = replace(items, pieces=pieces)
+        except Exception as error:  # all ranks get it, which would otherwise wait for this one
+            items = described(error)
+        self._awaited.clear()
+        work = partial(self._take, step, items, self._snapshot)
+        self._thread = start_daemon(f"towpath snapshot {step}", work, self._awaited.set)
+
+    # --- the thread of a snapshot -------------------------------------------------------------------------------------
+
+    def _take(self, step: int, items: WriteItems | str, snapshot: Snapshot | None) -> None:
+        try:
+            if snapshot is not None:
+                snapshot.take()
+        except Exception as error:
+            items = described(error)
+        try:
+            self._write(step, items)
+        except TowpathError as error:  # the same on every rank
+            self._failure = error
+        except Exception as error:  # a rank is lost, which training notices, too
+            self._failure = CheckpointError(described(error))
+
+    def _write(self, step: int, items: WriteItems | str) -> None:
+        control, memory, base = self._control, self._memory, self._base
+        sizes = control.combine(lambda: _announced(step, items), _checked)
+        control.each(lambda: self._prepare(step, sizes))
+        folder = memory.new_partial(step)
+        before = None if base is None or self._sends_all else memory.folder_of(base)
+
+        def write() -> tuple[Written, dict[str, int]]:
+            held = {} if before is None else {path.name: path.stat().st_size for path in before.iterdir()}
+            return storage.write_files(folder / f"rank-{self._everyone.rank:05d}", items), held
+
+        def plan(ranks: list[tuple[Written, dict[str, int]]]) -> tuple[Manifest, list[list[SentFile]]]:
+            written = [each for each, _ in ranks]
+            strategy = items.strategy if isinstance(items, WriteItems) else None
+            manifest = storage.manifest_of(step, written, strategy)
+            manifest = replace(manifest, values={**manifest.values, "snapshot": {"run": self._name}})
+            return manifest, plan_files(written, [held for _, held in ranks], self._ranks.numbers)
+
+        manifest, sent = control.combine(write, plan)
+        exchange = BuddyExchange(control.groups, folder, before, partial(self._is_turn, step))
+        self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.numbers))
+        control.each(lambda: self._check_copies(folder, manifest, sent))
+        control.each(lambda: self._publish(step, folder, manifest))
+        self._base, self._sends_all = step, False
+        if base is not None and base != step and self._ranks.leads:
+            memory.remove(base)
+
+    def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
+        """Make the folder for this node's files, or raise if its memory has no room for them."""
+        nodes = self._ranks.numbers
+        copied = [r for r in range(len(nodes)) if (b := buddy_of(r, nodes)) is not None and b in self._ranks.mine]
+        if self._ranks.leads:
+            self._memory.sweep()
+            self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
+        self._memory.new_partial(step)
+
+    def _is_turn(self, step: int, share: float) -> bool:
+        """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
+        if self._awaited.is_set() or share < (self._step - step) / self._every:
+            return True
+        return not any(engine.comm.watchdog.status.transfers for engine in self._engines)
+
+    def _check_copies(self, folder: Path, manifest: Manifest, sent: Sequence[Sequence[SentFile]]) -> None:
+        for rank, files in enumerate(sent):
+            if buddy_of(rank, self._ranks.numbers) == self._everyone.rank:
+                for file in files:
+                    manifest.check_file(folder, file.name)
+
+    def _publish(self, step: int, folder: Path, manifest: Manifest) -> None:
+        if self._ranks.leads:
+            write_manifest(folder, manifest)
+            read_manifest(folder)  # it must be possible, and the boxes must be all of each tensor
+            self._memory.publish(step)
+
+
+def _announced(step: int, items: WriteItems | str) -> Announced:
+    if isinstance(items, str):
+        raise CheckpointError(items)
+    own = sum(box.nbytes for each in items.pieces.values() if each.shared_as is None for box in each.boxes.values())
+    shared = sum(box.nbytes for each in items.pieces.values() for box in each.boxes.values()) - own
+    return step, (own, shared), [f"{what} = {value}" for what, value in items.same.items()], items.island
+
+
+def _checked(ranks: list[Announced]) -> list[tuple[int, int]]:
+    """Return the sizes that ranks announced, after checks that they agree."""
+    check_same({rank: [f"step = {step}"] for rank, (step, *_) in enumerate(ranks)}, storage.SAME, CheckpointError)
+    for island in {island for *_, island in ranks}:
+        members = {rank: same for rank, (_, _, same, theirs) in enumerate(ranks) if theirs == island}
+        check_same(members, storage.SAME, CheckpointError)
+    return [sizes for _, sizes, _, _ in ranks]
