@@ -85,6 +85,7 @@ class Snapshots:
         self._staging = StagingMemory()
         self._control = self._new_channel()
         self._base: int | None = None  # the step of the snapshot that all nodes hold
+        self._is_sound = True  # whether the next one may be sent as differences: they fail where a base is damaged
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
@@ -142,7 +143,7 @@ class Snapshots:
             raise failure
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
-        self._control = self._new_channel()
+        self._control, self._is_sound = self._new_channel(), False
 
     def settle(self) -> None:
         """Return when everything has been copied, so that it may be changed."""
@@ -159,6 +160,7 @@ class Snapshots:
 
     def _begin(self, step: int) -> None:
         items: WriteItems | str
+        self._snapshot = None
         try:
             items = self._state.collect(self._ranks.numbers)
             pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
@@ -192,7 +194,11 @@ class Snapshots:
         before = None if base is None else memory.folder_of(base)
 
         def write() -> tuple[Written, dict[str, int]]:
-            held = {} if before is None else {path.name: path.stat().st_size for path in before.iterdir()}
+            held = (
+                {}
+                if before is None or not self._is_sound
+                else {path.name: path.stat().st_size for path in before.iterdir()}
+            )
             return storage.write_files(folder / f"rank-{self._everyone.rank:05d}", items), held
 
         def plan(ranks: list[tuple[Written, dict[str, int]]]) -> tuple[Manifest, list[list[SentFile]]]:
@@ -207,7 +213,7 @@ class Snapshots:
         self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.numbers))
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
-        self._base = step
+        self._base, self._is_sound = step, True
         if base is not None and base != step and self._ranks.leads:
             memory.remove(base)
 
