@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
 from tests.ranks.checkpoints import Content, differing
-from tests.ranks.protected import SHAPE, Job, copied, enter, lose
-from tests.ranks.server import Worlds
+from tests.ranks.protected import SHAPE, Job, copied, enter, lose, on_rank_0
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from towpath import Topology, checkpoint
+from towpath.errors import CheckpointError
 from towpath.optim import chain, owner_stepped
+from towpath.protect.memory import memory_of
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ COMMON = ["mics:2x1", "paro-iig gradients=int4:32 feedback=both", "zero3"]
 PRESETS = [
     *("ddp", "zero1", "zero2", "hpz", "zero++", "qwz", "qgz gradients=int8:32+stochastic feedback=first"),
     *("paro-iii", "paro-nii", "paro-nni", "paro-nnn", "paro-ggg", "paro-igg", "paro-ngg", "paro-nig", "paro-nng"),
-    *("mics:2x2", "mics:1x2", "zero3@ring", "zero1 gradients=low-rank:2", "lins:1x1|2x1|1x2", "zero3 frozen=1x1"),
+    *("mics:2x2", "zero3@ring", "zero1 gradients=low-rank:2", "lins:1x1|2x1|2x1", "zero3 frozen=1x1"),
 ]
 
 
@@ -45,7 +48,7 @@ OTHER_SHAPES = [
     seldom("zero3", Topology(3, 1)),
     seldom("mics:1x1", Topology(3, 1)),
     seldom("mics:1x2", Topology(4, 1)),
-    seldom("mics:1x2 frozen=1x1", Topology(4, 1)),
+    ("mics:1x2 frozen=1x1", Topology(4, 1)),
     seldom("mics:1x2 frozen=1x4", Topology(4, 1)),
     seldom("paro-iig", Topology(4, 1)),
     seldom("hpz", Topology(3, 2)),
@@ -153,3 +156,77 @@ def _go_on_in_order(nodes: Path, label: str, order: list[int]) -> Content:
     loaded = checkpoint.load(nodes.with_name("root"), job.state)
     assert loaded is not None and loaded.step == 4, loaded
     return job.content()
+
+
+# --- snapshots and checkpoints ----------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_the_newest_of_snapshots_and_checkpoints_is_loaded(tmp_path: Path) -> None:
+    nodes, root = tmp_path / "nodes", tmp_path / "root"
+    enter(nodes)
+    job = Job("paro-iig")
+    saver = checkpoint.Saver(root, job.state)
+    content = {0: job.content()}
+    for step in range(1, 6):  # snapshots after steps 2 and 4, checkpoints after steps 3 and 5
+        job.train([step], saver)
+        if step in (3, 5):
+            assert saver.save(step).outcome().ok
+        content[step] = job.content()
+
+    def loaded(where: Path = root) -> int:
+        again = Job("paro-iig").spoil()
+        found = checkpoint.load(where, again.state)
+        if found is None:
+            return 0
+        assert differing(again.content(), content[found.step]) == []
+        return found.step
+
+    copy = copied(nodes, "again")
+    on_rank_0(lambda: shutil.copytree(root, tmp_path / "checkpoints"))
+    assert loaded() == 5 and not (memory_of(root).snapshots())  # the one of step 4 is of another future now
+    enter(copy)
+    on_rank_0(lambda: shutil.rmtree(root / "step-000005"))
+    assert loaded() == 4
+    # The newest snapshot is damaged, then its checkpoint is gone, too.
+    on_rank_0(lambda: [path.unlink() for path in copy.glob("*/*/*/step-000004/*optimizer*")])
+    assert loaded() == 3
+
+
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_node_and_its_buddy_lost_with_the_folder_is_one_error(world: Worlds, nodes: Path, with_folder: bool) -> None:
+    root = nodes.with_name("root")
+    world(3).run(_train_three, nodes, with_folder)
+    shutil.rmtree(nodes / "0")
+    shutil.rmtree(nodes / "1")
+    found = world(3).run(_load_three, nodes)
+    if with_folder:
+        assert found == [(1, None)] * 3
+        return
+    texts = {text for _, text in found}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text and "no node has a whole copy of rank-00000" in text and str(root) in text, text
+
+
+def _train_three(nodes: Path, with_folder: bool) -> None:
+    enter(nodes, Topology(3, 1))
+    job = Job("paro-iig", Topology(3, 1))
+    saver = checkpoint.Saver(nodes.with_name("root"), job.state)
+    for step in range(1, 5):
+        job.train([step], saver)
+        if with_folder and step == 1:
+            assert saver.save(1).outcome().ok
+    if not with_folder:
+        saver._release()
+
+
+def _load_three(nodes: Path) -> tuple[int, str | None]:
+    enter(nodes, Topology(3, 1))
+    job = Job("paro-iig", Topology(3, 1))
+    try:
+        loaded = checkpoint.load(nodes.with_name("root"), job.state)
+    except CheckpointError as error:
+        return -1, str(error)
+    assert loaded is not None
+    return loaded.step, None
