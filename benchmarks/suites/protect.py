@@ -181,7 +181,7 @@ class Windows:
 
     def profile(self) -> dict[str, Any]:
         """Take two windows, and return the seconds and bytes of the snapshot between them, by part."""
-        snapshots = self._saver._snapshots
+        snapshots = self._saver._snapshots  # pyright: ignore[reportPrivateUsage]
         assert snapshots is not None
         snapshots.wait()
 
@@ -197,7 +197,7 @@ class Windows:
 
     @property
     def _sent_bytes(self) -> int:
-        snapshots = self._saver._snapshots
+        snapshots = self._saver._snapshots  # pyright: ignore[reportPrivateUsage]
         return 0 if snapshots is None else snapshots.sent_bytes
 
     def _steps(self, count: int) -> None:
@@ -227,9 +227,6 @@ PARTS = {
 }
 _AGREEMENT = "  agreement, with waits for other ranks"
 _GROUPS = "towpath.topology.groups:Groups"
-    "towpath.topology.groups:Groups.collect_objects",
-    "towpath.topology.groups:Groups.broadcast_object",
-)
 
 
 class Profile:
