@@ -249,7 +249,7 @@ class Saver:
                 no room for a first snapshot. All ranks raise it.
         """
         if self._snapshots is None and (protect := self.state.protect) is not None:
-            self._snapshots = Snapshots(self.root, self.state, protect.every)
+            self._snapshots = Snapshots(self.root, self.state, protect)
         if self._snapshots is not None:
             self._snapshots.after_step(step)
 

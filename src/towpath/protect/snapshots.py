@@ -30,6 +30,7 @@ from towpath.checkpoint.manifest import Manifest, read_manifest, step_of, write_
 from towpath.checkpoint.staging import Snapshot, StagingMemory
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import DivergedError, WriteItems, Written
+from towpath.core.strategy import Protect
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
@@ -88,8 +89,8 @@ def run_of(manifest: Manifest) -> str:
 class Snapshots:
     """The snapshots of a job, on one rank. Every rank creates one and makes the same calls."""
 
-    def __init__(self, root: str | Path, state: State, every: int) -> None:
-        self._state, self._every = state, every
+    def __init__(self, root: str | Path, state: State, protect: Protect) -> None:
+        self._state, self._protect = state, protect
         self._everyone = state.local.everyone
         self._engines = [*state.local.engines.values()]
         self._ranks = NodeRanks(root, self._everyone)
@@ -102,7 +103,7 @@ class Snapshots:
         self._snapshot: Snapshot | None = None
         self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
         self._awaited = threading.Event()  # whether training waits for the snapshot
-        self._step = 0
+        self._step = self._began = 0
         self.sent_bytes = 0  # so far, to the buddy
         self._heals = state.snapshot is not None
         state.add_saver(self)
@@ -155,9 +156,13 @@ class Snapshots:
                 _LOG.warning(
                     "healed: the next step came %.1f s after a loss was noticed (%s)", sum(parts.values()), text
                 )
-        if step % self._every == 0:
+        if step >= self._began + self._protect.delay:
             self.wait()
+        if step % self._protect.interval == 0:
+            self._began = step
             self._begin(step)
+            if self._protect.delay == 0:
+                self.wait()
 
     def wait(self) -> None:
         """Wait for the snapshot that is being taken. It raises as `after_step` does."""
@@ -256,7 +261,8 @@ class Snapshots:
 
     def _is_turn(self, step: int, share: float) -> bool:
         """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
-        if self._awaited.is_set() or share < (self._step - step) / self._every:
+        # If the links are never idle, the chunks are spread over the steps that there are.
+        if self._awaited.is_set() or share * self._protect.delay < self._step - step:
             return True
         return not any(engine.comm.watchdog.status.transfers for engine in self._engines)
 
