@@ -73,6 +73,7 @@ class Register:
         self.members: dict[int, Member] = {}
         self.expected = {n: Member(n, address, 0, now) for n, address in expected.items()}
         self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
+        self.has_begun = False  # whether the holder's own island has arrived
         self._said: list[str] = []
         self._late = late
         self._began: dict[int, float] = {}  # when each fragment was exchanged last
@@ -92,6 +93,7 @@ class Register:
             self.expected.pop(number, None)
             self.members[number] = Member(number, address, hello["store"], now)
             self._note_last(hello.get("last"))
+        self.has_begun |= number == self.number
         return number
 
     def hear(self, number: int, message: Message, now: float) -> None:
