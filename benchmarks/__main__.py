@@ -44,6 +44,7 @@ SUITES = {
     "outer_quality": ("outer_quality", "what outer steps cost in validation loss at equal tokens"),
     "train": ("trainer", "towpath train against a hand-written loop"),
     "checkpoints": ("trainer", "how long a checkpoint stops training, in the background and in the foreground"),
+    "protect": ("protect", "what protection from lost nodes costs while none is lost: steps, and bytes"),
     "healing": ("healing", "a run that loses one node of three, with its memory and disk, and heals"),
     "soak": ("soak", "a run whose ranks are killed and restarted again and again"),
 }

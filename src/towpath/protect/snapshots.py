@@ -192,6 +192,7 @@ class Snapshots:
 
     def _begin(self, step: int) -> None:
         items: WriteItems | str
+        self._snapshot = None
         try:
             items = self._state.collect(self._ranks.numbers)
             pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
