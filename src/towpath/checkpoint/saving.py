@@ -149,6 +149,7 @@ class Saver:
         self._memory = StagingMemory()
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
+        self._has_failed = False  # the last save
         self._snapshots: Snapshots | None = None
         self._open()
         if background:  # others have saved before anything can change
@@ -274,7 +275,7 @@ class Saver:
         """
         outcome = self.wait()
         if self._snapshots is not None:
-            self._snapshots.close(keep=outcome is not None and not outcome.ok)
+            self._snapshots.close(keep=self._has_failed)
             self._snapshots = None
         self._release()
         self._memory = StagingMemory()
@@ -290,7 +291,7 @@ class Saver:
         except Exception as error:
             failure = described(error)
             self._channel.leave()
-        path = folders.checkpoint_of(self.root, step)
+        path, self._has_failed = folders.checkpoint_of(self.root, step), failure is not None
         if is_first and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
