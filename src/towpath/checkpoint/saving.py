@@ -115,7 +115,7 @@ class Saver:
         saver.close()           # at the end
 
     Args:
-        root: The folder for the checkpoints, which all nodes must see.
+        root: The folder for the checkpoints. Ranks of nodes that do not see it send their files to rank 0.
         state: What to save.
         keep_last: How many of the newest checkpoints to keep. By default all are kept.
         keep_every: Keep also the checkpoints whose step is a multiple of this. It requires `keep_last`.
@@ -322,7 +322,7 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     Use a `Saver` to save while the training continues.
 
     Args:
-        root: The folder for the checkpoint, which all nodes must see.
+        root: The folder for the checkpoint. Ranks of nodes that do not see it send their files to rank 0.
         step: The number of steps done, which names the checkpoint.
         state: What to save.
 
