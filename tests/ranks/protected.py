@@ -93,7 +93,10 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.scaler, self.dtype = Scaler(), dtype
         torch.manual_seed(100 + rank())  # each rank draws its own dropout
-        self.state = checkpoint.State(self.model, self.optimizer, schedule=self.scheduler, scaler=self.scaler)
+        self.state = self.new_state()
+
+    def new_state(self) -> checkpoint.State:
+        return checkpoint.State(self.model, self.optimizer, schedule=self.scheduler, scaler=self.scaler)
 
     def train(self, steps: Iterable[int], saver: checkpoint.Saver | None = None) -> list[float]:
         """Return this rank's losses. With a saver, snapshots are taken, and are complete at the end."""
