@@ -14,6 +14,7 @@ has a complete one.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import uuid
@@ -47,6 +48,10 @@ NOTICED = "noticed"  # the note with the time of a loss
 # What a rank tells before it writes: the step, the bytes of what only its node has and of the rest, the lines that must
 # be the same on all ranks of its island, and its island.
 Announced = tuple[int, tuple[int, int], list[str], int]
+
+
+class _LostError(CheckpointError):
+    """This rank has lost others while a snapshot was taken. They cannot agree on anything any more."""
 
 
 @final
@@ -170,10 +175,11 @@ class Snapshots:
         if thread is not None:
             self._awaited.set()
             thread.join()
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = failure if isinstance(failure, _LostError) else None
         if failure is None:
             return
-        if self._base is None or isinstance(failure, DivergedError):
+        if self._base is None or isinstance(failure, (DivergedError, _LostError)):
             raise failure
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
@@ -189,7 +195,8 @@ class Snapshots:
         self.wait()
         atexit.unregister(self._note_end)
         self._control.each(lambda: None)  # no node removes what another one needs
-        if self._ranks.leads and not keep:
+        # An error that all ranks raise may end in a `finally` that closes the saver.
+        if self._ranks.leads and not keep and sys.exc_info()[0] is None:
             self._memory.close()
         self._memory.release()
         for engine in self._engines:
@@ -221,7 +228,11 @@ class Snapshots:
         except TowpathError as error:  # the same on every rank
             self._failure = error
         except Exception as error:  # a rank is lost, which training notices, too
-            self._failure = CheckpointError(described(error))
+            self._failure = _LostError(f"taking a snapshot failed: {described(error)}")
+            # Others may wait for this rank. What still refers to the group would keep it connected.
+            group, self._control.groups.parent = self._control.groups.parent, None
+            if group is not None and group is not self._everyone.parent:
+                self._everyone.leave(group)
 
     def _write(self, step: int, items: WriteItems | str) -> None:
         control, memory, base = self._control, self._memory, self._base
@@ -247,8 +258,9 @@ class Snapshots:
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
-        if base is not None and base != step and self._ranks.leads:
-            memory.remove(base)
+        for path in memory.snapshots() if self._ranks.leads else ():  # also one that other nodes could not publish
+            if path != memory.folder_of(step):
+                memory.remove(step_of(path))
 
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
         """Make the folder for this node's files, or raise if its memory has no room for them."""
