@@ -84,16 +84,19 @@ class ElasticRun:
         self._ends: dict[int, int] = {}  # by node: how its last torchrun ended
         folder.mkdir(parents=True, exist_ok=True)
         self._head = topology.nodes
-        self._spawn(self._head, (sys.executable, "-c", _STORE), {})
+        self.start(self._head)
 
     def start(self, node: int) -> None:
-        """Start the torchrun of a node, for the first time or again.
+        """Start the torchrun of a node, for the first time or again. On a rebuilt head node, start the store again.
 
         Args:
-            node: The number of the node.
+            node: The number of the node. The head has the number after the last node.
         """
         if self._is_alive(node):
             raise LabError(f"the torchrun of node {node} still runs. Wait for its end, or destroy the node.")
+        if node == self._head:
+            self._spawn(node, (sys.executable, "-c", _STORE), {})
+            return
         # torchrun sorts the nodes by their addresses, so a rebuilt node has its old ranks.
         command = (*self._command[:3], "--local-addr", address(node), *self._command[3:])
         self._spawn(node, command, {**rack_of(self._racks, node), **_ELASTIC})

@@ -23,6 +23,7 @@ shows what healing is compared with. After a failure, the folder of the run stay
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import random
 import re
@@ -50,7 +51,7 @@ PHASES = ("forward", "backward", "optimizer", "snapshot", "exchange", "publishin
 STRATEGIES = ("mics", "paro-iig")
 MODELS = {
     "tiny": ("model.width=64", "model.depth=2", "model.heads=4", "train.length=32"),
-    "17m": ("model.width=512", "model.depth=5", "model.heads=8", "train.length=32"),  # 17 million parameters
+    "17m": ("model.width=448", "model.depth=7", "model.heads=8", "train.length=32"),  # 17 million parameters
 }
 KILLS = 20
 PATIENCE_SECONDS = 600.0
@@ -103,7 +104,9 @@ class HealingCase:
         try:
             if reference is None:
                 settings.say("first the undisturbed run")
-                reference = HealingRun(replace(self, keeps="folder"), folder / "undisturbed")
+                kept = Path(tempfile.mkdtemp(prefix="towpath-healing-undisturbed-", dir=settings.options.folder))
+                atexit.register(shutil.rmtree, kept, ignore_errors=True)
+                reference = HealingRun(replace(self, keeps="folder"), kept / "undisturbed")
                 reference.carry_out([], settings.say)
                 _references[self.strategy, self.model] = reference
             run = HealingRun(self, folder / "disturbed")
@@ -114,7 +117,7 @@ class HealingCase:
             text = str(error).replace(str(folder), "FOLDER").replace(str(ROOT), "ROOT").replace(sys.prefix, "PYTHON")
             settings.say(f"the folder stays: {folder}")
             raise CaseError(re.sub(r"/[\w.+-]+(/[\w.+-]+)+", lambda path: Path(path[0]).name, text)) from None
-        shutil.rmtree(run.folder)
+        shutil.rmtree(folder)
         limits = [Check("steps taken twice", found["steps_twice"], at_most=EVERY * len(self.losses))]
         return {"checks": [*limits, *(Check(f"seconds: {name}", s) for name, s in found["seconds"].items())], **found}
 
@@ -206,7 +209,7 @@ class HealingRun:
     def printed(self) -> list[str]:
         """Return the lines of the product's table of seconds."""
         texts = [path.read_text(errors="replace") for path in sorted((self.folder / "output").glob("node*.txt"))]
-        return [line.strip() for text in texts for line in text.splitlines() if re.search(r"\bheal", line)]
+        return [line.strip() for text in texts for line in text.splitlines() if "healed: " in line]
 
 
 def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
@@ -248,8 +251,9 @@ def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
     seconds = {"noticing": max(raised.values(), default=0.0)}
     seconds["end of all"] = max(0.0, max(ended.values(), default=0.0) - seconds["noticing"])
     before = max(lost_at + sum(seconds.values()), run.rebuilt[number])
+    lives = [_last_life(run, number, rank) for rank in _RANKS]
     for what, part in _PARTS.items():
-        times = [next((e["time"] for e in _after(run, number, r) if e["what"] == what), None) for r in _RANKS]
+        times = [next((event["time"] for event in life if event["what"] == what), None) for life in lives]
         if None not in times:
             end = max(t for t in times if t is not None)
             seconds[part], before = end - before, end
@@ -270,6 +274,13 @@ def _after(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:
     """Return what a rank noted after a loss and before the next one."""
     until = run.lost[number + 1][1] if number + 1 < len(run.lost) else float("inf")
     return [event for event in run.events(rank) if run.lost[number][1] < event["time"] < until]
+
+
+def _last_life(run: HealingRun, number: int, rank: int) -> list[dict[str, Any]]:
+    """Return what a rank noted since its last start. Before that, it may have gone on for steps after the loss."""
+    events = _after(run, number, rank)
+    starts = [place for place, event in enumerate(events) if event["what"] == "started"]
+    return events[starts[-1] :] if starts else []
 
 
 _RANKS = range(TOPOLOGY.world)

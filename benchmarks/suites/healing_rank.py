@@ -32,7 +32,7 @@ POINTS: dict[str, tuple[str, ...]] = {
     "exchange": ("towpath.protect.buddies:BuddyExchange.run",),
     "publishing": ("towpath.protect.snapshots:Snapshots._publish",),
     "starting": ("towpath.train.job:init",),
-    "healing": ("towpath.protect.healing:_move", "towpath.checkpoint:load"),
+    "healing": ("towpath.protect.healing:move", "towpath.checkpoint:load"),
 }
 
 
@@ -129,6 +129,8 @@ class Drill:
     def _trained(self, _: int, trainer: Any) -> None:
         from towpath import checkpoint
 
+        if trainer.state.step < trainer.config.train.steps:  # a signal has stopped it
+            return
         state = checkpoint.State(trainer.model, trainer.optimizer, training=trainer.state)
         problem = checkpoint.save(self._folder / "final", trainer.state.step, state)
         self.note("final", outcome=str(problem))

@@ -204,6 +204,22 @@ def _for_large_models(folder: Path) -> dict[str, Any]:
     }
 
 
+def _for_snapshots(folder: Path) -> dict[str, Any]:
+    """Two nodes of one rank, each with memory of its own."""
+    around, rank = _plain(folder), dist.get_rank()
+    memory = folder / f"memory of {rank}"
+    memory.mkdir()
+    os.environ.update({"GROUP_RANK": str(rank), "TOWPATH_MEMORY": str(memory)})
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in around["batches"]:
+            _loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {**around, "train_step": train_step, "steps": 11}
+
+
 AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accelerate": _plain,
     "trainer": _for_trainer,
@@ -220,6 +236,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/guides/wires.md": _for_wires,
     "docs/guides/after-shard.md": _for_model,
     "docs/guides/rules-for-ranks.md": _for_sharded,
+    "docs/guides/when-a-node-dies.md": _for_snapshots,
     "docs/guides/auto.md": _for_planner,
     "docs/guides/describe-a-model.md": _for_planner,
     "docs/guides/find-what-is-slow.md": _for_sharded,
@@ -244,7 +261,7 @@ def _run(page: str, name: str, folder: Path) -> None:
     at = Path.cwd()
     os.chdir(folder)
     try:
-        with launched(), _as_started_here():
+        with mock.patch.dict(os.environ), launched(), _as_started_here():
             torch.manual_seed(0)
             around = AROUND.get(name) or AROUND.get(page) or _plain
             exec(compile(programs(page)[name], page, "exec"), {"towpath": towpath, "folder": folder, **around(folder)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 
 import pytest
 
-from towpath.train.job import handle_signals
+from towpath.train.job import StopRequest, _end_start, handle_signals
 
 
 def test_the_first_signal_asks_and_what_was_there_before_comes_back() -> None:
@@ -78,3 +79,23 @@ def test_the_command_s_end_does_not_wait_for_a_collection_of_all_that_was_import
     assert version.startswith("towpath ")
     # What the end itself makes; what was imported are 100,000 and more.
     assert int(left) < 1000
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_rank_that_cannot_handle_a_signal_ends_if_it_has_nothing_to_save(
+    monkeypatch: pytest.MonkeyPatch, handled: bool
+) -> None:
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("towpath.train.job._HANDLED_SECONDS", 0)
+    monkeypatch.setattr(os, "_exit", leave)
+    reader, writer = os.pipe()
+    os.write(writer, bytes([signal.SIGTERM]))
+    if handled:
+        os.close(writer)  # the rank leaves `handle_signals`
+        _end_start(reader, StopRequest())
+        return
+    with pytest.raises(SystemExit, match="143"):
+        _end_start(reader, StopRequest())
+    os.close(writer)

@@ -21,6 +21,7 @@ from towpath.logs import logger
 from towpath.progress import format_bytes
 from towpath.protect import timeline
 from towpath.protect.healing import Found, found_in_memory, restore
+from towpath.protect.memory import is_held
 from towpath.protect.snapshots import NodeRanks
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same
@@ -86,7 +87,9 @@ def load(where: str | Path, state: State) -> Loaded | None:
         return mine
 
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
-    ranks = None if named or state.protect is None else NodeRanks(where, everyone)
+    # A job of one node is not protected, and goes on from what it holds of a job of several.
+    held = not named and control.combine(lambda: state.protect is not None or is_held(where), any)
+    ranks = NodeRanks(where, everyone) if held else None
     found = [] if ranks is None else found_in_memory(ranks, control)
     # The newest first. Of a checkpoint and a snapshot of the same step, the snapshot is nearer.
     tried = sorted([*((f.step, True, f) for f in found), *((step_of(p), False, p) for p in paths)], key=_age)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from towpath.checkpoint.manifest import Manifest, StoredFile
 from towpath.checkpoint.safe_files import DamagedError, writing
+from towpath.errors import CheckpointError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks
@@ -105,24 +107,50 @@ def _damaged(files: Sequence[tuple[int, str]], folder: Path, manifest: Manifest)
 def move(moves: Sequence[Move], folder: Path, files: Mapping[str, StoredFile], groups: Groups) -> None:
     """Send files from `folder`, and receive into it. Every rank must call it with the same moves.
 
-    All go through them in one order, so no two ranks wait for each other.
+    All go through them in one order, so no two ranks wait for each other. If one fails, it raises at the end, because
+    others wait until it has sent and received the rest.
     """
-    me, group = groups.rank, groups.parent
+    me, group, errors = groups.rank, groups.parent, list[Exception]()
     for each in moves:
-        size, path = files[each.name].bytes, folder / each.name
+        stored, path = files[each.name], folder / each.name
+        sizes = [min(_PIECE_BYTES, stored.bytes - at) for at in range(0, stored.bytes, _PIECE_BYTES)]
         if each.sender == me:
-            octets = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-            for piece in octets.split(_PIECE_BYTES):
+            try:
+                octets = torch.from_file(str(path), shared=False, size=stored.bytes, dtype=torch.uint8)
+                pieces = iter(octets.split(_PIECE_BYTES))
+            except RuntimeError as error:
+                errors.append(error)
+                pieces = (torch.zeros(size, dtype=torch.uint8) for size in sizes)
+            for piece in pieces:
                 dist.send(piece, group=group, group_dst=each.receiver)
         elif each.receiver == me:
-            crc, arriving = 0, path.with_name(f"{each.name}.arriving")
-            with writing(path), arriving.open("wb") as file:
-                for start in range(0, size, _PIECE_BYTES):
-                    piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8)
-                    dist.recv(piece, group=group, group_src=each.sender)
-                    arrived: Any = piece.numpy()
-                    crc = zlib.crc32(arrived, crc)
-                    file.write(arrived)
-            if crc != files[each.name].crc32:
-                raise DamagedError(f"{path}, which rank {each.sender} has sent, did not arrive as it was sent.")
-            arriving.replace(path)
+            pieces = _received(each, sizes, group)
+            try:
+                _write(path, pieces, stored, each.sender)
+            except CheckpointError as error:
+                errors.append(error)
+                for _ in pieces:
+                    pass
+    if errors:
+        raise errors[0]
+
+
+def _received(move: Move, sizes: Sequence[int], group: dist.ProcessGroup | None) -> Iterator[Tensor]:
+    for size in sizes:
+        piece = torch.empty(size, dtype=torch.uint8)
+        dist.recv(piece, group=group, group_src=move.sender)
+        yield piece
+
+
+def _write(path: Path, pieces: Iterator[Tensor], stored: StoredFile, sender: int) -> None:
+    """Write the file that is `stored`, and give it its name if it is whole."""
+    crc, arriving = 0, path.with_name(f"{path.name}.arriving")
+    with writing(path):
+        with arriving.open("wb") as file:
+            for piece in pieces:
+                arrived: Any = piece.numpy()
+                crc = zlib.crc32(arrived, crc)
+                file.write(arrived)
+        if crc != stored.crc32:
+            raise DamagedError(f"{path}, which rank {sender} has sent, did not arrive as it was sent.")
+        arriving.replace(path)

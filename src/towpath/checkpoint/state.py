@@ -236,10 +236,10 @@ def _check_storable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _writers(shard_spec: ShardSpec, nodes: Sequence[int] | None) -> tuple[Sequence[int], int | None]:
+def _writers(shard_spec: ShardSpec, nodes: Sequence[int] | None) -> tuple[Sequence[int], str | None]:
     """Return which holders of a slice write it: all of them together, or those of this rank's node.
 
-    In the second case, if other nodes write the same files, return also the rank that names this rank's.
+    In the second case, if other nodes write the same files, return also what names this rank's.
     """
     holders, replica = shard_spec.holders, shard_spec.replica
     if nodes is None:
@@ -253,7 +253,9 @@ def _writers(shard_spec: ShardSpec, nodes: Sequence[int] | None) -> tuple[Sequen
         return mine, None
     if len({len(each) for each in on.values()}) > 1:  # they would divide it into other parts: the first one writes it
         return holders[:1], None
-    return mine, ranks[min(on.values())[mine.index(replica.rank)]]
+    # All its holders are in the name: those of a frozen parameter may be others, of which rank 0 is the first, too.
+    first = ranks[min(on.values())[mine.index(replica.rank)]]
+    return mine, f"{first:05d}-{crc32(str([ranks[rank] for rank in holders]).encode()):08x}"
 
 
 def _is_turn(shard_spec: ShardSpec, number: int, writers: Sequence[int]) -> bool:

@@ -62,7 +62,7 @@ class TensorChunks:
     shape: torch.Size
     boxes: Mapping[tuple[int, ...], Tensor]
     steady: bool = False  # only an optimizer's step writes to the boxes
-    shared_as: int | None = None  # the rank that names the file, if ranks of several nodes write the same one
+    shared_as: str | None = None  # names the file, if ranks of several nodes write the same one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def write_files(stem: Path, items: WriteItems | str) -> Written:
     tensors: dict[str, StoredTensor] = {}
     for name, pieces in items.pieces.items():
         kind = "-optimizer" if _OPTIMIZER.match(name) else ""
-        file = f"{stem.name if pieces.shared_as is None else f'shared-{pieces.shared_as:05d}'}{kind}.safetensors"
+        file = f"{stem.name if pieces.shared_as is None else f'shared-{pieces.shared_as}'}{kind}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
         files.setdefault(file, {}).update({box.key(name): data for box, data in boxes.items()})

@@ -26,6 +26,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -148,7 +149,7 @@ class IslandSync(OuterSync):
                 break
             except StepError as error:  # the island that sent its weights has ended, or the holder
                 self._say(f"joining failed, and begins anew: {error}")
-                self._together(self._leave)
+                self._together(lambda: self._seat and self._seat.leave("it could not join"))
                 time.sleep(1)
         self.island = Island(self.number, step, is_first, self.plan.settings.every, self._blocks)
         return step
@@ -163,23 +164,19 @@ class IslandSync(OuterSync):
         self._seat.join(self.next_block + 1 + _PERIODS_AHEAD, self.say)
         return self._seat.number, self._seat.founded
 
-    def _leave(self) -> None:
-        assert self._seat is not None
-        self._seat.leave("it could not join")
-
     def _catch_up(self) -> int:
         """Take the slow weights of another island, and what changes them meanwhile. Return the step to go on after."""
         outer, fragments = self.plan.settings, len(self.plan.fragments)
         donation = self._ask({})
         if "donation" not in donation:
             raise StepError(f"got {donation} in place of slow weights.")
-        arriving = _Arriving(self._state_of_now(), partial(self._pair, donation, self.number, 1))
+        arriving = _receive(self._state_of_now(), partial(self._pair, donation, self.number, 1))
         results: list[tuple[Key, list[Tensor]]] = []
         while True:
-            found = self._inside.all_gather_objects((arriving.has_ended, arriving.problem))
-            problems = [problem for _, problem in found if problem]
-            if problems:
-                raise StepError(f"the slow weights of island {donation['donation']} did not arrive: {problems[0]}")
+            ended = arriving.done()
+            found = self._inside.all_gather_objects((ended, str(arriving.exception() or "") if ended else ""))
+            if problem := next((problem for _, problem in found if problem), ""):
+                raise StepError(f"the slow weights of island {donation['donation']} did not arrive: {problem}")
             is_complete = all(ended for ended, _ in found)
             key, blocks = self._exchange(None, 0, 1 + _PERIODS_AHEAD if is_complete else 0)
             exchange = self._exchanges[key[1]]
@@ -188,7 +185,8 @@ class IslandSync(OuterSync):
             if blocks and key[0] % outer.every == 0 and key[1] == fragments - 1:
                 break
         step = key[0]
-        arriving.write()
+        for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
+            target.copy_(tensor)
         pending: dict[int, tuple[int, list[Tensor]]] = {}  # results that the others have not applied yet
         for (begun, fragment, _), means in results:
             if begun + outer.delay > step:
@@ -245,7 +243,11 @@ class IslandSync(OuterSync):
         assert found is not None, go
         exchange = self._exchanges[found[1]]
         if "go" in go:
-            self._prepare(go, found, blocks)
+            for text in go["said"]:
+                self._say(text)
+            self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
+            self._take_blocks(found[0], blocks)
+            self._donations += [(found[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
             sums, problem = 0, ""
             try:
                 self._idle.clear()
@@ -272,14 +274,6 @@ class IslandSync(OuterSync):
                 f"steps, too: {go['why']}"
             )
         return found, blocks
-
-    def _prepare(self, go: Message, key: Key, blocks: list[int]) -> None:
-        """Note what a GO says."""
-        for text in go["said"]:
-            self._say(text)
-        self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
-        self._take_blocks(key[0], blocks)
-        self._donations += [(key[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
 
     def _missing_blocks(self, step: int) -> list[int]:
         """Return the periods from a step on for which this island has no data yet, by the steps before them."""
@@ -363,20 +357,18 @@ class IslandSync(OuterSync):
 
     def _donate(self, fragment: int) -> None:
         """Send the slow weights of now to the newcomers that the exchange of a fragment has admitted."""
-        for each in [each for each in self._donations if each[0] == fragment]:
-            self._donations.remove(each)
-            _, go, newcomer = each
+        for _, go, newcomer in [each for each in self._donations if each[0] == fragment]:
             copies = [tensor.to("cpu", copy=True) for tensor in self._state_of_now()]
             start_daemon("towpath-donor", partial(self._send, copies, go, newcomer))
+        self._donations = [each for each in self._donations if each[0] != fragment]
 
     def _send(self, tensors: Sequence[Tensor], go: Message, newcomer: int) -> None:
         # If it fails, the newcomer has ended, or comes again.
         with suppress(RuntimeError, OSError):
             group = self._pair(go, newcomer, 0)
-            for tensor in (*tensors, _digest(tensors)):
-                for chunk in tensor.split(_CHUNK):
-                    self._idle.wait()  # exchanges go first
-                    group.send([chunk], 1, 0).wait()
+            for chunk in (chunk for tensor in (*tensors, _digest(tensors)) for chunk in tensor.split(_CHUNK)):
+                self._idle.wait()  # exchanges go first
+                group.send([chunk], 1, 0).wait()
 
     # The ranks of the island ------------------------------------------------------------------------------------------
 
@@ -413,33 +405,24 @@ class IslandSync(OuterSync):
             self.say(text)
 
 
-class _Arriving:
-    """The slow weights and the momentum that a newcomer's rank is sent. A thread receives them."""
+def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[list[Tensor]]:
+    """Receive values for tensors of this rank from an island, on a thread. It fails if they arrive damaged."""
+    arriving: Future[list[Tensor]] = Future()
 
-    def __init__(self, targets: Sequence[Tensor], connect: Callable[[], Any]) -> None:
-        self._targets = targets
-        self._tensors = [torch.empty(t.shape, dtype=t.dtype) for t in targets]
-        self._connect = connect
-        self.has_ended, self.problem = False, ""
-        start_daemon("towpath-newcomer", self._receive)
-
-    def _receive(self) -> None:
-        digest = torch.zeros(1, dtype=torch.int64)
+    def receive() -> None:
+        tensors, digest = [torch.empty(t.shape, dtype=t.dtype) for t in targets], torch.zeros(1, dtype=torch.int64)
         try:
-            group = self._connect()
-            for tensor in (*self._tensors, digest):
-                for chunk in tensor.split(_CHUNK):
-                    group.recv([chunk], 0, 0).wait()
-            if not torch.equal(digest, _digest(self._tensors)):
-                self.problem = "what arrived has another digest"
+            group = connect()
+            for chunk in (chunk for tensor in (*tensors, digest) for chunk in tensor.split(_CHUNK)):
+                group.recv([chunk], 0, 0).wait()
+            if not torch.equal(digest, _digest(tensors)):
+                raise RuntimeError("what arrived has another digest.")
+            arriving.set_result(tensors)
         except (RuntimeError, OSError) as error:
-            self.problem = str(error).partition("\n")[0]
-        self.has_ended = True
+            arriving.set_exception(error)
 
-    def write(self) -> None:
-        """Write what has arrived to where the outer steps keep it."""
-        for target, tensor in zip(self._targets, self._tensors, strict=True):
-            target.copy_(tensor)
+    start_daemon("towpath-newcomer", receive)
+    return arriving
 
 
 def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[str, str]:

@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import final
 
@@ -254,6 +254,17 @@ class Listener:
                     wire.send(answer)
                 if "end" in answer:
                     del self._wires[number]
+        if register.has_begun and register.number not in register.members:
+            self._stop_holding()
+
+    def _stop_holding(self) -> None:
+        """Close the connections of all islands, so that another one holds the register: this one has left."""
+        self.register, self.run = None, ""
+        for wire in self._wires.values():
+            with suppress(KeyError, ValueError):
+                self._select.unregister(wire.sock)
+            wire.close()
+        self._wires.clear()
 
     def _look_around(self) -> None:
         """Look at the other addresses of `meet`: for islands that have found no run, and for another half of this."""
@@ -264,11 +275,10 @@ class Listener:
 
     def _look(self, addresses: Sequence[str]) -> None:
         for address in addresses:
-            with suppress(OSError, ValueError):
-                wire = Wire.to(address)
+            with suppress(OSError, ValueError, KeyError), closing(Wire.to(address)) as wire:
                 answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
-                wire.close()
-                self._compare(answer | {"at": address})
+                with self._lock:
+                    self._compare(answer | {"at": address})
         time.sleep(_LOOK_SECONDS)
 
     def _self(self) -> Message:
@@ -321,6 +331,7 @@ class Seat:
         self.founded = False  # whether this island has begun the run
         self._last: Message = {}  # the GO of the last exchange
         self._state: Message = {"next_number": 0, "next_block": 0}
+        self._why = "this island has left the others."
         self._asks = False  # whether a thread reads the answers
         self._ends = False
 
@@ -338,7 +349,7 @@ class Seat:
         known = [*self._last.get("addresses", {}).values(), *self._meet]
         while True:
             mine = self._meet[listener.place] if listener.place >= 0 else ""
-            found = [self._come_to(each) or {} for each in (listener.invited, *known) if each not in ("", mine)]
+            found = [self._come_to(each) for each in (listener.invited, *known) if each not in ("", mine)]
             if self._wire is not None:
                 break
             waited = time.monotonic() - began
@@ -360,24 +371,29 @@ class Seat:
             listener.listen()  # an address may be free by now
         start_daemon("towpath-islands-ping", self._ping, self.close)
 
-    def _come_to(self, address: str, number: int | None = None) -> Message | None:
-        """Say hello at an address, and follow where it leads. Return the answer, or None if there is none."""
-        answer: Message | None = None
-        with suppress(OSError, ValueError):
-            for _ in range(3 if self._wire is None else 0):
+    def _come_to(self, address: str, number: int | None = None) -> Message:
+        """Say hello at an address, and follow where it leads. Return the answer. It is empty if there is none."""
+        answer: Message = {}
+        hello = {"hello": True, "facts": self._facts, "port": self._listener.port, "store": self._store}
+        hello |= {"number": number, "run": self._listener.run, "last": self._state.get("last")}
+        for _ in range(3 if self._wire is None else 0):
+            try:
                 wire = Wire.to(address)
-                hello = {"hello": True, "facts": self._facts, "port": self._listener.port, "number": number}
-                hello |= {"run": self._listener.run, "last": self._state.get("last"), "store": self._store}
+            except OSError:
+                break
+            try:
                 answer = wire.ask(hello)
-                if "welcome" in answer:
-                    self._sit(wire, answer, address)
-                    return answer
-                wire.close()
-                if "refused" in answer:
-                    raise ConfigError(f"this island cannot join the run at {address}: {answer['refused']}")
-                if "at" not in answer or answer["at"] == address:
-                    return answer
-                address = answer["at"]
+            except (OSError, ValueError):  # it has ended, or is another program
+                answer = {}
+            if "welcome" in answer:
+                self._sit(wire, answer, address)
+                break
+            wire.close()
+            if "refused" in answer:
+                raise ConfigError(f"this island cannot join the run at {address}: {answer['refused']}")
+            if answer.get("at", address) == address:
+                break
+            address = answer["at"]
         return answer
 
     def _sit(self, wire: Wire, welcome: Message, address: str) -> None:
@@ -419,7 +435,7 @@ class Seat:
         while True:
             wire = self._wire
             if wire is None:
-                raise StepError("this island has left the others.")
+                raise StepError(self._why)
             try:
                 self._asks = True
                 if message:
@@ -457,8 +473,10 @@ class Seat:
                 if not self._asks and wire.has_ended():
                     raise ConnectionError
             except OSError:
-                with suppress(StepError):  # the next exchange raises it again
+                try:
                     self._fail_over(wire)
+                except StepError as error:  # the next exchange raises it
+                    self._why = str(error)
 
     def _fail_over(self, lost: Wire) -> None:
         """Go on with another holder, or become it. `lost`: the connection that has ended."""
@@ -474,7 +492,7 @@ class Seat:
             before = [n for n in trained if self.number not in trained or n < self.number]
             while True:
                 # If the old holder is there, only the connection to it has ended, and it has noticed.
-                answers = [self._come_to(address, self.number) or {} for address in (old, *(known[n] for n in before))]
+                answers = [self._come_to(address, self.number) for address in (old, *(known[n] for n in before))]
                 if self._wire is not None:
                     return
                 if ends := [answer["end"] for answer in answers if "end" in answer]:

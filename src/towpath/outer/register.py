@@ -73,6 +73,7 @@ class Register:
         self.members: dict[int, Member] = {}
         self.expected = {n: Member(n, address, 0, now) for n, address in expected.items()}
         self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
+        self.has_begun = False  # whether the holder's own island has arrived
         self._said: list[str] = []
         self._late = late
         self._began: dict[int, float] = {}  # when each fragment was exchanged last
@@ -92,6 +93,7 @@ class Register:
             self.expected.pop(number, None)
             self.members[number] = Member(number, address, hello["store"], now)
             self._note_last(hello.get("last"))
+        self.has_begun |= number == self.number
         return number
 
     def hear(self, number: int, message: Message, now: float) -> None:
@@ -109,31 +111,36 @@ class Register:
 
     def leave(self, number: int, why: str, now: float) -> None:
         """Remove an island. The others go on without it."""
+        self._remove(number, why)
+        self._settle(now)
+
+    def _remove(self, number: int, why: str) -> None:
         gone = self.members.pop(number, None) or self.expected.pop(number, None)
         if gone is not None and gone.admitted:
             left = len(self._those_there) + len(self.expected)
             self._said.append(f"island {number} of {left + 1} left after step {self._step}: {why}; {left} go on")
         for member in list(self.members.values()):
             if member.donor == number and member.told.get("ready") and member.key is None and not member.told["blocks"]:
-                self._answer(member, {"end": f"island {number} ended before all its weights were here."})
-                del self.members[member.number]
-        self._settle(now)
+                self._dismiss(member.number, f"island {number} ended while it sent its weights")
+
+    def _dismiss(self, number: int, why: str) -> None:
+        text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
+        self.answers.append((number, {"end": text}))
+        self._remove(number, why)
 
     def tick(self, now: float) -> None:
         """Remove islands that are silent or late."""
         for member in [*self.members.values(), *self.expected.values()]:
             if now - member.heard > self.silence:
-                self._dismiss(member.number, f"nothing was heard of it for {self.silence:.0f} s", now)
-        there = self._those_there
-        waiting = [m for m in there if m.told]
-        if not waiting:
-            return
-        first, limit = min(m.since for m in waiting), self._limit(waiting)
-        if now - first > limit:
+                self._dismiss(member.number, f"nothing was heard of it for {self.silence:.0f} s")
+        waiting = [m for m in self._those_there if m.told]
+        limit = self._limit(waiting)
+        if waiting and now - min(m.since for m in waiting) > limit:
             keys = [m.key for m in waiting if m.key is not None]
-            for member in there:
+            for member in self._those_there:
                 if not member.told or (member.key is not None and member.key != min(keys)):
-                    self._dismiss(member.number, f"the others waited {limit:.0f} s for it", now)
+                    self._dismiss(member.number, f"the others waited {limit:.0f} s for it")
+        self._settle(now)
 
     @property
     def _those_there(self) -> list[Member]:
@@ -143,11 +150,6 @@ class Register:
         """Return for how many seconds a late island is awaited: by what the last period took, and at least `late`."""
         begun = [self._began[m.key[1]] for m in waiting if m.key is not None and m.key[1] in self._began]
         return max([self._late, *(2 * (m.since - b) for b in begun for m in waiting)])
-
-    def _dismiss(self, number: int, why: str, now: float) -> None:
-        text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
-        self.answers.append((number, {"end": text}))
-        self.leave(number, why, now)
 
     def _note_last(self, last: Any) -> None:
         if last is not None:
@@ -196,9 +198,8 @@ class Register:
     def _go(self, members: list[Member], now: float) -> None:
         """Let an exchange begin."""
         trained = [m for m in members if m.key is not None]
-        members = self._with_equal_weights(members, trained)
-        trained = [m for m in members if m.key is not None]
-        if not trained:
+        if self._end_those_that_differ(trained):
+            self._settle(now)
             return
         key = trained[0].key
         assert key is not None
@@ -237,26 +238,14 @@ class Register:
         for member in newcomers:
             self.answers.append((member.number, common | {"donation": member.donor}))
 
-    def _with_equal_weights(self, members: list[Member], trained: list[Member]) -> list[Member]:
-        """Return the members whose slow weights are those of most, and end the others: they would never agree."""
-        found = Counter(m.told["digest"] for m in trained).most_common()
-        if len(found) < 2:
-            return members
-        is_tie = found[0][1] == found[1][1]
-        kept: list[Member] = []
-        for member in members:
-            if member.key is not None and (is_tie or member.told["digest"] != found[0][0]):
-                others = ", ".join(f"{d & 0xFFFFFFFF:08x} on {n}" for d, n in found)
-                text = (
-                    f"the slow weights of fragment {member.key[1]} differ between islands: the digests are {others}. "
-                    "Memory or a message was damaged. Start this island again, and it takes those of the others."
-                )
-                self._answer(member, {"end": text})
-                del self.members[member.number]
-                self._said.append(f"island {member.number} left after step {self._step}: its slow weights differed")
-            else:
-                kept.append(member)
-        return kept
+    def _end_those_that_differ(self, trained: list[Member]) -> bool:
+        """End islands whose slow weights differ from those of most, and all if no value has most. Return if any do."""
+        (most, count), *others = Counter(m.told["digest"] for m in trained).most_common()
+        for member in trained if others else ():
+            if member.told["digest"] != most or others[0][1] == count:
+                found = ", ".join(f"{m.told['digest'] & 0xFFFFFFFF:08x} on island {m.number}" for m in trained)
+                self._dismiss(member.number, f"its slow weights differ, whose digests are {found}")
+        return bool(others)
 
     def _answer(self, member: Member, answer: Message) -> None:
         member.told = {}

@@ -12,6 +12,7 @@ t + delay: by count, and never by arrival. So the same run computes the same bit
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -92,20 +93,14 @@ class Outer:
         self._check_transport()
 
     def _check_meet(self) -> None:
-        if not isinstance(self.meet, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"Outer: meet is text, such as 'HOST:29600'; got {self.meet!r}.")
-        for address in self.meet.split(",") if self.meet else ():
-            host, _, port = address.strip().rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-                raise ConfigError(
-                    f"Outer: meet has HOST:PORT, or several with commas between; got {address.strip()!r}."
-                )
-        if self.meet and (self.islands or 1) > 1:
+        address = r"\s*[^\s,]+:[1-9]\d{0,4}\s*"
+        if self.meet != "" and not (isinstance(self.meet, str) and re.fullmatch(f"{address}(,{address})*", self.meet)):  # pyright: ignore
+            raise ConfigError(f"Outer: meet is HOST:PORT, or several of them with commas between; got {self.meet!r}.")
+        if self.meet and (self.nccl or (self.islands or 1) > 1):
             raise ConfigError(
-                f"Outer: islands={self.islands} with meet={self.meet!r}: each job is one island. Leave islands out."
+                f"Outer: islands={self.islands}, nccl={self.nccl} with meet={self.meet!r}: each job is one island, "
+                "and sends over gloo. Leave islands and nccl out."
             )
-        if self.meet and self.nccl:
-            raise ConfigError("Outer: nccl=True with meet: these exchanges are sent over gloo. Leave nccl out.")
 
     def _check_transport(self) -> None:
         transport = self.transport

@@ -38,11 +38,15 @@ from towpath.topology.groups import Groups
 # most.
 _CHUNK_SECONDS = 0.02
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
-_PAUSE_SECONDS = 0.001
+_PAUSE_SECONDS = 0.005
 # Values take about 0.84 of the bytes of float32. Only longer differences are compared with them.
 _TRIED_FROM = 0.85
 _CHUNK, _CONFIRMED = 1, 2  # tags
 _NOTHING = torch.zeros(16, dtype=torch.uint8)  # no message: it would have no values
+
+
+class _PartnerError(Exception):
+    """The other rank has failed. Its own error is raised on all ranks, so this one has none to add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +123,35 @@ class BuddyExchange:
         self._groups, self._folder, self._base, self._is_turn = groups, folder, base, is_turn
         self._chunk_bytes = _LEAST_BYTES
         self._fastest = math.inf  # the seconds of the fastest chunk, which are mostly latency on fast links
+        self._message, self._is_unanswered = _message_memory(), False  # what arrived last
 
     def run(self, plan: Sequence[Sequence[SentFile]], nodes: Sequence[int]) -> int:
         """Send and receive what `plan` lists for each rank. Return the bytes that this rank sent.
 
-        If it fails on this rank, its partners fail, too. The group cannot be used for another exchange then.
+        If it fails on any rank, its partners end, too. The group cannot be used for another exchange then.
         """
         here, failures = self._groups.rank, list[Exception]()
         to, sources = buddy_of(here, nodes), [r for r, files in enumerate(plan) if files and buddy_of(r, nodes) == here]
 
         def receive() -> None:
-            try:
-                for rank in sources:
+            for rank in sources:
+                try:
                     for file in plan[rank]:
                         self._receive(file, rank)
-            except Exception as error:  # the caller raises it
-                failures.append(error)
-                for rank in sources:
-                    with suppress(RuntimeError):
+                except _PartnerError:
+                    pass
+                except Exception as error:  # the caller raises it
+                    failures.append(error)
+                    with suppress(RuntimeError, _PartnerError):
+                        if not self._is_unanswered:  # a sender waits until its message is taken
+                            self._next_message(rank)
                         self._confirm(rank, is_right=False)
 
         receiving, sent = start_daemon("towpath buddy", receive), 0
         try:
             sent = self._send(plan[here], to)
+        except _PartnerError:
+            pass
         except Exception as error:
             failures.append(error)
             with suppress(RuntimeError):  # no message begins with these
@@ -168,7 +178,7 @@ class BuddyExchange:
                 dist.send(encoded, group=self._groups.parent, group_dst=to, tag=_CHUNK)
                 dist.recv(confirmed, group=self._groups.parent, group_src=to, tag=_CONFIRMED)
                 if not confirmed.item():
-                    raise CheckpointError(f"rank {to}, which keeps copies for this rank, has failed: see its error.")
+                    raise _PartnerError
                 self._adapt(time.perf_counter() - began)
                 start, sent = end, sent + len(encoded)
             if len(tail):
@@ -184,18 +194,18 @@ class BuddyExchange:
 
     def _receive(self, file: SentFile, source: int) -> None:
         with writing(path := self._folder / file.name):
-            path.touch(0o600, exist_ok=False)
-            os.truncate(path, file.bytes)
+            with path.open("xb") as made:  # a write to a mapped file would end the process if memory were full
+                os.posix_fallocate(made.fileno(), 0, file.bytes)
             new, tail = _words(path, file, shared=True)
             old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
-            message, start = _message_memory(), 0
+            start = 0
             while start < len(new):
-                dist.recv(message, group=self._groups.parent, group_src=source, tag=_CHUNK)
+                message = self._next_message(source)
                 end = start + int(message[8:16].view(torch.int64))  # how many values the message has
                 if not start < end <= len(new):
                     raise CheckpointError(
-                        f"rank {source} sent values {start} to {end} of the {len(new)} of {file.name}, or has failed: "
-                        "see its error."
+                        f"rank {source} sent values {start} to {end} of {file.name}, which has {len(new)}. The network "
+                        "or the memory of a node is faulty if this happens again."
                     )
                 is_difference = old is not None and exact.is_difference(message)
                 if old is not None and is_difference:
@@ -206,7 +216,15 @@ class BuddyExchange:
             if len(tail):
                 dist.recv(tail, group=self._groups.parent, group_src=source, tag=_CHUNK)
 
+    def _next_message(self, source: int) -> Tensor:
+        dist.recv(self._message, group=self._groups.parent, group_src=source, tag=_CHUNK)
+        if not self._message[: len(_NOTHING)].any():
+            raise _PartnerError
+        self._is_unanswered = True
+        return self._message
+
     def _confirm(self, source: int, is_right: bool) -> None:
+        self._is_unanswered = False
         answer = torch.tensor([is_right], dtype=torch.uint8)
         dist.send(answer, group=self._groups.parent, group_dst=source, tag=_CONFIRMED)
 

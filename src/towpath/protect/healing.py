@@ -70,6 +70,7 @@ def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
 
 
 def _listed(memory: NodeMemory) -> list[Listed]:
+    memory.sweep()  # what dead ranks left unfinished must not be taken for files of a snapshot that is healed
     found: list[Listed] = []
     for folder in memory.snapshots():
         try:

@@ -52,6 +52,14 @@ def memory_of(root: str | Path) -> NodeMemory:
     return NodeMemory(base_folder() / digest)
 
 
+def is_held(root: str | Path) -> bool:
+    """Return whether this node's memory has snapshots of the job whose checkpoints are in `root`."""
+    try:
+        return bool(memory_of(root).snapshots())
+    except ConfigError:
+        return False
+
+
 def base_folder() -> Path:
     """Return the folder of this user's jobs on this node, which may not exist yet."""
     shared = Path(os.environ.get(VARIABLE) or _DEFAULT)

@@ -97,6 +97,7 @@ class Snapshots:
         self._staging = StagingMemory()
         self._control = self._new_channel()
         self._base: int | None = None  # the step of the snapshot that all nodes hold
+        self._sends_all = False  # after a failure, because what a buddy holds may be damaged
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
@@ -171,7 +172,7 @@ class Snapshots:
             raise failure
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
-        self._control = self._new_channel()
+        self._control, self._sends_all = self._new_channel(), True
 
     def settle(self) -> None:
         """Return when everything has been copied, so that it may be changed."""
@@ -186,9 +187,12 @@ class Snapshots:
         if self._ranks.leads and not keep:
             self._memory.close()
         self._memory.release()
+        for engine in self._engines:
+            engine.has_snapshots = False
 
     def _begin(self, step: int) -> None:
         items: WriteItems | str
+        self._snapshot = None
         try:
             items = self._state.collect(self._ranks.numbers)
             pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
@@ -219,7 +223,7 @@ class Snapshots:
         sizes = control.combine(lambda: _announced(step, items), _checked)
         control.each(lambda: self._prepare(step, sizes))
         folder = memory.new_partial(step)
-        before = None if base is None else memory.folder_of(base)
+        before = None if base is None or self._sends_all else memory.folder_of(base)
 
         def write() -> tuple[Written, dict[str, int]]:
             held = {} if before is None else {path.name: path.stat().st_size for path in before.iterdir()}
@@ -237,7 +241,7 @@ class Snapshots:
         self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.numbers))
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
-        self._base = step
+        self._base, self._sends_all = step, False
         if base is not None and base != step and self._ranks.leads:
             memory.remove(base)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from towpath.daemons import start_daemon
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
@@ -24,6 +27,7 @@ from towpath.topology.together import together
 
 # If ranks receive different signals, the first of these counts.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HANDLED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,8 @@ class StopRequest:
 def handle_signals() -> Generator[StopRequest]:
     """Let the first signal request a stop once steps have begun. A second signal has its usual effect.
 
-    A rank that waits in C++ for a dead one cannot handle signals. torchrun ends it 30 seconds after the first.
+    A rank that waits in C++ for a dead one cannot handle signals. Before the steps it then ends after 2 seconds, as the
+    launcher that restarts the job waits for it. Later torchrun ends it, 30 seconds after the first.
     """
     stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # no other thread can handle signals
@@ -134,12 +139,27 @@ def handle_signals() -> Generator[StopRequest]:
         elif handler is not signal.SIG_IGN:
             sys.exit(128 + number)
 
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    start_daemon("towpath-signals", partial(_end_start, reader, stop))
+    outer = signal.set_wakeup_fd(writer)  # Python writes each signal there, also while the main thread is in C++
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield stop
     finally:
+        signal.set_wakeup_fd(outer)
+        os.close(writer)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_start(reader: int, stop: StopRequest) -> None:
+    """End this process if a signal comes before the steps, and the main thread does not handle it in time."""
+    with open(reader, "rb", buffering=0) as signals:
+        while number := signals.read(1):
+            in_time = select.select([signals], [], [], _HANDLED_SECONDS)[0]  # the end of the pipe, or another signal
+            if number[0] in SIGNALS and not stop.steps_began and not in_time:
+                os._exit(128 + number[0])
 
 
 @dataclass(slots=True)
