@@ -61,7 +61,9 @@ FEATURES = (
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
     _feature(
-        "recovery from a lost node", ranks="protect protect_corruption", unit="keeper protect_memory protection warm"
+        "recovery from a lost node",
+        ranks="protect protect_corruption",
+        unit="buddies keeper protect_memory protection warm",
     ),
     _feature(
         "pipelines",

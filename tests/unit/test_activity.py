@@ -35,9 +35,10 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 
-def _gather(unit: str) -> Transfer:
+def _gather(unit: str, nodes: int = 2) -> Transfer:
+    topology = Topology(nodes, 2 // nodes)
     move = GroupCollective(Op.ALL_GATHER, 2, (Ranks((0, 1), (0, 1)),))
-    return Transfer(TransferKind.GATHER, Range(unit, "float32", 8, "float32"), move, Transport("flat"), Topology(2, 1))
+    return Transfer(TransferKind.GATHER, Range(unit, "float32", 8, "float32"), move, Transport("flat"), topology)
 
 
 class End:
@@ -62,6 +63,25 @@ def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None
     assert activity.progress > before  # the device went on, if the host did not
     second.has_come = True
     assert not activity.waits and "in no transfer" in activity.describe()
+
+
+def test_only_transfers_between_nodes_use_links() -> None:
+    activity, inside, between = RankStatus(), _gather("a", nodes=1), _gather("b")
+    activity.begins([inside])
+    assert activity.waits and not activity.uses_links
+    activity.begins([between])
+    assert activity.uses_links
+    activity.ends()
+    assert not activity.uses_links
+    (first, second) = End(), End()
+    activity.enqueued(first, [inside])
+    assert not activity.uses_links
+    activity.enqueued(second, [between])
+    assert activity.uses_links
+    second.has_come = True
+    assert activity.uses_links  # as far as is known: ends are seen in order
+    first.has_come = True
+    assert not activity.uses_links
 
 
 def test_nothing_queries_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +182,7 @@ class Interrupted(End):
 def test_two_threads_that_look_at_the_device_drop_no_more_than_it_finished() -> None:
     activity, unfinished = RankStatus(), End()
     activity.enqueued(Interrupted(lambda: activity.on_device()), [_gather("a")])
-    activity._enqueued.append((unfinished, "gather of unit 'b'"))
+    activity._enqueued.append((unfinished, [_gather("b")]))
     assert activity.on_device() == "gather of unit 'b'"
     assert [end for end, _ in activity._enqueued] == [unfinished]
 

@@ -20,7 +20,7 @@ from benchmarks.harness import comparison, figures, results
 from benchmarks.harness.candidates import CaseError
 from benchmarks.peers import CandidateSpec
 from benchmarks.selection import LOW_RANK, POWERSGD, Candidate
-from benchmarks.suites import outer, strategies, wires
+from benchmarks.suites import outer, protect, strategies, wires
 from benchmarks.workload import Workload
 from lab import LinkBytes
 from towpath.comparison import CONFIDENCE, interleave, interval_of_median
@@ -222,6 +222,25 @@ def test_bytes_of_exchanges_are_compared_with_the_schedule() -> None:
     assert average.found == pytest.approx(1041 / 32 / 5000) and average.at_most == 0.01
     _, missing, _ = outer.bytes_checks(settings, [(True, 1, 900), (False, 31, 0)], 1000, 5000)
     assert not missing.met
+
+
+def test_bytes_of_snapshots_are_compared_with_the_schedule_at_the_share_of_exact_messages() -> None:
+    protected = [
+        towpath.schedule(towpath.strategy(name, SQUARE), Workload().quick().model()).protection
+        for name in ("zero3", "mics")
+    ]
+    buddies, state = 2 * protected[0].buddy_bytes, 2 * protected[1].state_bytes
+    checks = list(protect.bytes_checks(0.808 * buddies, 0.4 * buddies, 0.5 * buddies, protected[0]))
+    assert [round(check.found, 3) for check in checks[:2]] == [1.01, 0.8] and checks[0].met
+    assert not next(protect.bytes_checks(0.83 * buddies, 0.4 * buddies, 0.5 * buddies, protected[0])).met
+    [check] = protect.bytes_checks(0.02 * state, 0, 0, protected[1])
+    assert check.found == pytest.approx(0.02) and not check.met
+
+
+def test_pairs_of_windows_are_compared() -> None:
+    seconds = {"mics": [1.0, 2.0, 4.0], "mics protect=10": [1.02, 2.0, 4.4]}
+    [check] = protect.time_checks("mics", "mics protect=10", seconds, 1.03)
+    assert check.found == pytest.approx(1.02) and check.met
 
 
 def test_blocks_that_wait_have_the_gradients_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ A file of a snapshot is sent in chunks. A chunk is one exact message (`codecs/ex
 snapshot to those of this one. Its checksum and the digest of the old bytes are checked before a byte of the copy
 changes, so neither a damaged message nor a stale copy goes unnoticed.
 
-Training goes first. A chunk is sent while no transfer of the model is under way. If the links are never idle, the
-chunks are spread over the steps until the next snapshot. The receiver confirms each chunk, so that no more than one is
-in the buffers of the network when training sends again.
+Training goes first. A chunk is sent while no transfer of the model between nodes is under way. If the links are never
+idle, the chunks are spread over the steps until the next snapshot. The receiver confirms each chunk, so that no more
+than one is in the buffers of the network when training sends again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from towpath.engine.layout import torch_dtype
 from towpath.errors import CheckpointError
 from towpath.topology.groups import Groups
 
-# A chunk takes about this long on the link, between these sizes: training waits for one at most.
+# A chunk takes about this long on the link, without latency, and has a size between these. Training waits for one at
+# most.
 _CHUNK_SECONDS = 0.02
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
-_PAUSE_SECONDS = 0.001
+_PAUSE_SECONDS = 0.005
 # Values take about 0.84 of the bytes of float32. Only longer differences are compared with them.
 _TRIED_FROM = 0.85
 _CHUNK, _CONFIRMED = 1, 2  # tags
@@ -70,6 +71,15 @@ def buddy_of(rank: int, nodes: Sequence[int]) -> int | None:
     place = [r for r in range(len(nodes)) if nodes[r] == nodes[rank]].index(rank)
     ranks = [r for r in range(len(nodes)) if nodes[r] == there]
     return ranks[place % len(ranks)]
+
+
+def is_due(share: float, steps: int, every: int) -> bool:
+    """Return whether a chunk must be sent although links are busy. `share` of the bytes were sent so far.
+
+    `steps` of the `every` steps to the next snapshot are done. All chunks are due before the last step, so that the
+    next snapshot need not wait for this one.
+    """
+    return share * max(every - 2, 1) < steps
 
 
 def plan_files(
@@ -112,6 +122,7 @@ class BuddyExchange:
     def __init__(self, groups: Groups, folder: Path, base: Path | None, is_turn: Callable[[float], bool]) -> None:
         self._groups, self._folder, self._base, self._is_turn = groups, folder, base, is_turn
         self._chunk_bytes = _LEAST_BYTES
+        self._fastest = math.inf  # the seconds of the fastest chunk, which are mostly latency on fast links
         self._message, self._is_unanswered = _message_memory(), False  # what arrived last
 
     def run(self, plan: Sequence[Sequence[SentFile]], nodes: Sequence[int]) -> int:
@@ -152,7 +163,7 @@ class BuddyExchange:
 
     def _send(self, files: Sequence[SentFile], to: int | None) -> int:
         total, done, sent = sum(file.bytes for file in files), 0, 0
-        message, confirmed = _message_memory(), torch.empty(1, dtype=torch.uint8)
+        memory, confirmed = (_message_memory(), _message_memory()), torch.empty(1, dtype=torch.uint8)
         for file in files:
             assert to is not None
             new, tail = _words(self._folder / file.name, file)
@@ -162,22 +173,23 @@ class BuddyExchange:
                 while not self._is_turn((done + start * new.itemsize) / total):
                     time.sleep(_PAUSE_SECONDS)
                 end = min(start + self._chunk_bytes // new.itemsize, len(new))
-                nbytes = _encoded(None if old is None else old[start:end], new[start:end], message)
+                encoded = _encoded(None if old is None else old[start:end], new[start:end], *memory)
                 began = time.perf_counter()
-                dist.send(message[:nbytes], group=self._groups.parent, group_dst=to, tag=_CHUNK)
+                dist.send(encoded, group=self._groups.parent, group_dst=to, tag=_CHUNK)
                 dist.recv(confirmed, group=self._groups.parent, group_src=to, tag=_CONFIRMED)
                 if not confirmed.item():
                     raise _PartnerError
                 self._adapt(time.perf_counter() - began)
-                start, sent = end, sent + nbytes
+                start, sent = end, sent + len(encoded)
             if len(tail):
                 dist.send(tail, group=self._groups.parent, group_dst=to, tag=_CHUNK)
             done += file.bytes
         return sent
 
     def _adapt(self, seconds: float) -> None:
-        """Let the next chunk take about as long as it should."""
-        factor = min(2.0, max(0.5, _CHUNK_SECONDS / max(seconds, 1e-6)))
+        """Let the next chunk take about as long as it should. `seconds`: from its sending to its confirmation."""
+        self._fastest = min(self._fastest, seconds)
+        factor = min(2.0, max(0.5, _CHUNK_SECONDS / max(seconds - self._fastest, 1e-6)))
         self._chunk_bytes = int(min(_MOST_BYTES, max(_LEAST_BYTES, self._chunk_bytes * factor))) // 8 * 8
 
     def _receive(self, file: SentFile, source: int) -> None:
@@ -217,19 +229,18 @@ class BuddyExchange:
         dist.send(answer, group=self._groups.parent, group_dst=source, tag=_CONFIRMED)
 
 
-def _encoded(old: Tensor | None, new: Tensor, message: Tensor) -> int:
-    """Encode a chunk, and return the bytes. Values are shorter than differences where a step changes most bits."""
+def _encoded(old: Tensor | None, new: Tensor, message: Tensor, spare: Tensor) -> Tensor:
+    """Return the message of a chunk, which is in `message` or in `spare`.
+
+    Values are shorter than differences where steps change most bits.
+    """
     nbytes = exact.encode(old, new, message)
     assert nbytes is not None  # on the host
     if old is None or nbytes < _TRIED_FROM * new.nbytes:
-        return nbytes
-    values = torch.empty_like(message)
-    of_values = exact.encode(None, new, values)
+        return message[:nbytes]
+    of_values = exact.encode(None, new, spare)
     assert of_values is not None
-    if of_values >= nbytes:
-        return nbytes
-    message[:of_values] = values[:of_values]
-    return of_values
+    return spare[:of_values] if of_values < nbytes else message[:nbytes]
 
 
 def _message_memory() -> Tensor:

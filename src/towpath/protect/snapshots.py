@@ -36,7 +36,7 @@ from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.protect import timeline
-from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, plan_files
+from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, is_due, plan_files
 from towpath.protect.keeper import start_keeper
 from towpath.protect.memory import NodeMemory, memory_of
 from towpath.topology.groups import Groups
@@ -273,10 +273,9 @@ class Snapshots:
 
     def _is_turn(self, step: int, share: float) -> bool:
         """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
-        # If the links are never idle, the chunks are spread over the steps that there are.
-        if self._awaited.is_set() or share * self._protect.delay < self._step - step:
+        if self._awaited.is_set() or is_due(share, self._step - step, self._protect.delay):
             return True
-        return not any(engine.comm.watchdog.status.transfers for engine in self._engines)
+        return not any(engine.comm.watchdog.status.uses_links for engine in self._engines)
 
     def _check_copies(self, folder: Path, manifest: Manifest, sent: Sequence[Sequence[SentFile]]) -> None:
         for rank, files in enumerate(sent):

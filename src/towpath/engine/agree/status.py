@@ -69,10 +69,11 @@ class RankStatus:
         self._since = time.monotonic()  # the time of the last progress
         self._seen = 0
         self._computing = "outside the model"
-        self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
-        self._last = ""
+        # By thread: each thread of a queue runs one message at a time, of one transfer or several.
+        self._under_way: dict[int, Sequence[Transfer]] = {}
+        self._last: Sequence[Transfer] = ()
         self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
-        self._enqueued: deque[tuple[torch.cuda.Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        self._enqueued: deque[tuple[torch.cuda.Event, Sequence[Transfer]]] = deque(maxlen=_ENQUEUED)  # on the device
         # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
         # between the other's look at the first entry and its removal.
         self._enqueued_lock = threading.RLock()
@@ -86,7 +87,7 @@ class RankStatus:
     def begins(self, transfers: Sequence[Transfer]) -> None:
         """Note that the calling thread begins these transfers, which are one message."""
         self.progress += 1
-        self._under_way[threading.get_ident()] = _named(transfers)
+        self._under_way[threading.get_ident()] = transfers
 
     def ends(self) -> None:
         """Note that the transfers that the calling thread has begun are over, successful or not."""
@@ -99,7 +100,7 @@ class RankStatus:
             return
         with self._enqueued_lock:
             self._drop_finished()
-            self._enqueued.append((end, _named(transfers)))
+            self._enqueued.append((end, transfers))
 
     def _drop_finished(self) -> None:
         # A query while this thread captures a CUDA graph would end the capture in an error.
@@ -113,7 +114,7 @@ class RankStatus:
         """Return the first enqueued transfer that the device has not finished; '' if there is none."""
         with self._enqueued_lock:
             self._drop_finished()
-            return self._enqueued[0][1] if self._enqueued else ""
+            return _named(self._enqueued[0][1]) if self._enqueued else ""
 
     @contextmanager
     def shared(self, call: str) -> Generator[None]:
@@ -137,6 +138,14 @@ class RankStatus:
         return bool(self._under_way or self.on_device())
 
     @property
+    def uses_links(self) -> bool:
+        """Whether this rank is in a transfer between nodes, or its device has one that it has not finished."""
+        with self._enqueued_lock:
+            self._drop_finished()
+            running = [*self._under_way.copy().values(), *(transfers for _, transfers in self._enqueued)]
+        return any(transfers[0].grid.nodes > 1 for transfers in running)
+
+    @property
     def waits(self) -> bool:
         """Whether this rank or its device is in a transfer, or in a call that other ranks must make, too."""
         return bool(self.inside) or self.transfers
@@ -151,12 +160,12 @@ class RankStatus:
     def describe(self) -> str:
         inside = self.inside  # once, because another thread may change it
         parts = [f"step {self.step}", self.failure or (f"in {inside}" if inside else self._computing)]
-        under_way = sorted(self._under_way.copy().values())
+        under_way = sorted(map(_named, self._under_way.copy().values()))
         if on_device := self.on_device():
             under_way.append(f"{on_device}, on the device")
         parts.append(f"waits for {', '.join(under_way)}" if under_way else "in no transfer")
         if self._last:
-            parts.append(f"the last one that ended was {self._last}")
+            parts.append(f"the last one that ended was {_named(self._last)}")
         return "; ".join(parts)
 
 
