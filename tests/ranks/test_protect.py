@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
+from tests.ranks import test_tensor_parallel_checkpoints as meshes
 from tests.ranks.checkpoints import Content, differing, rank
 from tests.ranks.protected import SHAPE, Job, Scaler, copied, enter, logged, lose, on_rank_0
 from tests.ranks.server import RankError, World, Worlds, on_ranks
@@ -84,12 +86,7 @@ def _muon(label: str) -> Job:
     return Job(label, optimizer=optimizer)
 
 
-def _on_a_mesh() -> Job:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return Job("zero1", Topology(2, 1), group=mesh["dp"].get_group())
-
-
-MADE = {"bf16": _low, "muon": partial(_muon, "paro-iig"), "muon mics": partial(_muon, "mics:2x1"), "mesh": _on_a_mesh}
+MADE = {"bf16": _low, "muon": partial(_muon, "paro-iig"), "muon mics": partial(_muon, "mics:2x1")}
 
 
 @pytest.mark.parametrize("name", ["muon", *map(seldom, [name for name in MADE if name != "muon"])])
@@ -436,3 +433,46 @@ def test_a_normal_end_removes_the_memory_and_a_failed_save_keeps_it(tmp_path: Pa
     assert outcome is not None and outcome.ok
     dist.barrier()
     assert not memory_of(root).path.exists()
+
+
+@pytest.mark.parametrize("sizes", [seldom((2, 2, 1)), seldom((1, 2, 2)), seldom((2, 1, 2))], ids=str)
+@pytest.mark.parametrize("label", ["zero3", "ddp", "mics"])
+def test_stages_and_split_layers_are_protected_too(
+    world: Worlds, nodes: Path, sizes: tuple[int, int, int], label: str
+) -> None:
+    for wrong in world(4).run(_on_a_mesh, nodes, sizes, label):
+        assert wrong == [[], []]
+
+
+def _on_a_mesh(nodes: Path, sizes: tuple[int, int, int], label: str) -> list[list[str]]:
+    enter(nodes)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+    copies, found = sizes[1], list[list[str]]()
+    root, topology = nodes.with_name("root"), Topology(copies, 1)
+    protected = replace(towpath.strategy(label, topology), protect=towpath.Protect(1) if copies > 1 else None)
+    make = meshes._pipeline if sizes[0] > 1 else meshes._one_model
+
+    def trained(model: Any, optimizer: Any, step: int) -> Content:
+        meshes._train(model, step, mesh.get_local_rank("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        return meshes._content(model, optimizer)
+
+    model = make(mesh, protected)
+    optimizer = meshes._optimizer(model)
+    saver = checkpoint.Saver(root, checkpoint.State(model, optimizer))
+    before = trained(model, optimizer, 0)
+    saver.protect(1)
+    assert (saver._snapshots is None) is (copies == 1)
+    if saver._snapshots is None:
+        return [[], []]
+    saver._snapshots.wait()
+    expected = trained(model, optimizer, 1)
+    lose(nodes, 1)
+    enter(nodes)
+    again = make(mesh, protected)
+    other = meshes._optimizer(again)
+    loaded = checkpoint.load(root, checkpoint.State(again, other))
+    assert loaded is not None and loaded.step == 1
+    found.append(differing(meshes._content(again, other), before))
+    return [*found, differing(trained(again, other, 1), expected)]
