@@ -476,3 +476,60 @@ def _on_a_mesh(nodes: Path, sizes: tuple[int, int, int], label: str) -> list[lis
     assert loaded is not None and loaded.step == 1
     found.append(differing(meshes._content(again, other), before))
     return [*found, differing(trained(again, other, 1), expected)]
+
+
+# --- loads in the midst of a training ---------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_another_state_of_the_model_keeps_the_snapshot_that_was_loaded(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    first = checkpoint.Saver(root, job.state)
+    job.train(range(1, 5), first)
+    assert first._snapshots is not None
+    sent = first._snapshots.sent_bytes
+    first._release()
+    again = Job("paro-iig")
+    assert checkpoint.load(root, again.new_state()) is not None
+    saver = checkpoint.Saver(root, again.new_state())
+    again.train([5], saver)
+    assert [step_of(path) for path in memory_of(root).snapshots()] == [4]  # until there is another one
+    again.train([6], saver)
+    assert saver._snapshots is not None and 0 < saver._snapshots.sent_bytes < 0.55 * sent  # as differences
+    saver.close()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_goes_back_forgets_what_came_after(world: Worlds, nodes: Path, named: bool) -> None:
+    for steps in world(4).run(_go_back, nodes, named):
+        assert steps == ([[], [6]] if named else [[4], [6]])
+
+
+def _go_back(nodes: Path, named: bool) -> list[list[int]]:
+    """Return the snapshots after a load in the midst of a training, and two steps later."""
+    enter(nodes)
+    job, root = Job("paro-iig"), nodes.with_name("root")
+    saver, found = checkpoint.Saver(root, job.state), list[list[int]]()
+    for step in range(1, 5):
+        job.train([step], saver)
+        if step == 2:
+            assert saver.save(2).outcome().ok
+            content = job.content()
+    loaded = checkpoint.load(root / "step-000002" if named else root, job.state)
+    assert loaded is not None
+    if named:
+        assert differing(job.content(), content) == []
+    dist.barrier()
+    found.append([step_of(path) for path in memory_of(root).snapshots()])
+    with logged() as lines:
+        job.train([5, 6], saver)
+    assert lines == []
+    dist.barrier()
+    found.append([step_of(path) for path in memory_of(root).snapshots()])
+    expected = job.content()
+    again = Job("paro-iig").spoil()
+    assert checkpoint.load(root, again.state) is not None
+    assert differing(again.content(), expected) == []
+    saver.close()
+    return found

@@ -202,7 +202,8 @@ class Snapshots:
         sizes = control.combine(lambda: _announced(step, items), _checked)
         control.each(lambda: self._prepare(step, sizes))
         folder = memory.new_partial(step)
-        before = None if base is None else memory.folder_of(base)
+        # A load since may have forgotten it.
+        before = None if base is None or not memory.folder_of(base).is_dir() else memory.folder_of(base)
 
         def write() -> tuple[Written, dict[str, int]]:
             held = (
