@@ -56,7 +56,9 @@ FEATURES = (
         ranks="checkpoint resume soak state_dicts stateful_loader",
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
-    _feature("recovery from a lost node", ranks="protect protect_corruption", unit="keeper protect_memory protection"),
+    _feature(
+        "recovery from a lost node", ranks="protect protect_corruption", unit="buddies keeper protect_memory protection"
+    ),
     _feature(
         "pipelines",
         lab="pipeline_bytes",
