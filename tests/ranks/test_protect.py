@@ -478,6 +478,23 @@ def _on_a_mesh(nodes: Path, sizes: tuple[int, int, int], label: str) -> list[lis
     return [*found, differing(trained(again, other, 1), expected)]
 
 
+@on_ranks(4)
+def test_a_saver_that_is_closed_after_an_error_waits_for_nobody(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver.protect(4)  # this snapshot may wait for other ranks
+    if rank() == 1:
+        with pytest.raises(ValueError, match="my own error"):
+            try:
+                raise ValueError("my own error")
+            finally:
+                saver.close()
+    dist.barrier()
+    assert memory_of(root).snapshots() != []
+
+
 # --- loads in the midst of a training ---------------------------------------------------------------------------------
 
 

@@ -157,12 +157,15 @@ class Snapshots:
             self._snapshot.before_step()
 
     def close(self, *, keep: bool) -> None:
-        """End, and remove the snapshots unless they are to be kept. Every rank must call it."""
-        self.wait()
-        self._control.each(lambda: None)  # no node removes what another one needs
-        # An error that all ranks raise may end in a `finally` that closes the saver.
-        if self._ranks.leads and not keep and sys.exc_info()[0] is None:
-            self._memory.close()
+        """End, and remove the snapshots unless they are to be kept. Every rank must call it.
+
+        While an error is handled, it keeps them and waits for nobody: this may be a `finally` of one rank alone.
+        """
+        if sys.exc_info()[0] is None:
+            self.wait()
+            self._control.each(lambda: None)  # no node removes what another one needs
+            if self._ranks.leads and not keep:
+                self._memory.close()
         self._memory.release()
 
     def _begin(self, step: int) -> None:
