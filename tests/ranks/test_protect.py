@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
+from tests.ranks import test_tensor_parallel_checkpoints as meshes
 from tests.ranks.checkpoints import Content, differing, rank
 from tests.ranks.protected import SHAPE, Job, Scaler, copied, enter, logged, lose, on_rank_0
 from tests.ranks.server import RankError, World, Worlds, on_ranks
@@ -84,12 +86,7 @@ def _muon(label: str) -> Job:
     return Job(label, optimizer=optimizer)
 
 
-def _on_a_mesh() -> Job:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return Job("zero1", Topology(2, 1), group=mesh["dp"].get_group())
-
-
-MADE = {"bf16": _low, "muon": partial(_muon, "paro-iig"), "muon mics": partial(_muon, "mics:2x1"), "mesh": _on_a_mesh}
+MADE = {"bf16": _low, "muon": partial(_muon, "paro-iig"), "muon mics": partial(_muon, "mics:2x1")}
 
 
 @pytest.mark.parametrize("name", ["muon", *map(seldom, [name for name in MADE if name != "muon"])])
@@ -436,3 +433,120 @@ def test_a_normal_end_removes_the_memory_and_a_failed_save_keeps_it(tmp_path: Pa
     assert outcome is not None and outcome.ok
     dist.barrier()
     assert not memory_of(root).path.exists()
+
+
+@pytest.mark.parametrize("sizes", [seldom((2, 2, 1)), seldom((1, 2, 2)), seldom((2, 1, 2))], ids=str)
+@pytest.mark.parametrize("label", ["zero3", "ddp", "mics"])
+def test_stages_and_split_layers_are_protected_too(
+    world: Worlds, nodes: Path, sizes: tuple[int, int, int], label: str
+) -> None:
+    for wrong in world(4).run(_on_a_mesh, nodes, sizes, label):
+        assert wrong == [[], []]
+
+
+def _on_a_mesh(nodes: Path, sizes: tuple[int, int, int], label: str) -> list[list[str]]:
+    enter(nodes)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+    copies, found = sizes[1], list[list[str]]()
+    root, topology = nodes.with_name("root"), Topology(copies, 1)
+    protected = replace(towpath.strategy(label, topology), protect=towpath.Protect(1) if copies > 1 else None)
+    make = meshes._pipeline if sizes[0] > 1 else meshes._one_model
+
+    def trained(model: Any, optimizer: Any, step: int) -> Content:
+        meshes._train(model, step, mesh.get_local_rank("dp"))
+        optimizer.step()
+        optimizer.zero_grad()
+        return meshes._content(model, optimizer)
+
+    model = make(mesh, protected)
+    optimizer = meshes._optimizer(model)
+    saver = checkpoint.Saver(root, checkpoint.State(model, optimizer))
+    before = trained(model, optimizer, 0)
+    saver.protect(1)
+    assert (saver._snapshots is None) is (copies == 1)
+    if saver._snapshots is None:
+        return [[], []]
+    saver._snapshots.wait()
+    expected = trained(model, optimizer, 1)
+    lose(nodes, 1)
+    enter(nodes)
+    again = make(mesh, protected)
+    other = meshes._optimizer(again)
+    loaded = checkpoint.load(root, checkpoint.State(again, other))
+    assert loaded is not None and loaded.step == 1
+    found.append(differing(meshes._content(again, other), before))
+    return [*found, differing(trained(again, other, 1), expected)]
+
+
+@on_ranks(4)
+def test_a_saver_that_is_closed_after_an_error_waits_for_nobody(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver.protect(4)  # this snapshot may wait for other ranks
+    if rank() == 1:
+        with pytest.raises(ValueError, match="my own error"):
+            try:
+                raise ValueError("my own error")
+            finally:
+                saver.close()
+    dist.barrier()
+    assert memory_of(root).snapshots() != []
+
+
+# --- loads in the midst of a training ---------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_another_state_of_the_model_keeps_the_snapshot_that_was_loaded(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    first = checkpoint.Saver(root, job.state)
+    job.train(range(1, 5), first)
+    assert first._snapshots is not None
+    sent = first._snapshots.sent_bytes
+    first._release()
+    again = Job("paro-iig")
+    assert checkpoint.load(root, again.new_state()) is not None
+    saver = checkpoint.Saver(root, again.new_state())
+    again.train([5], saver)
+    assert [step_of(path) for path in memory_of(root).snapshots()] == [4]  # until there is another one
+    again.train([6], saver)
+    assert saver._snapshots is not None and 0 < saver._snapshots.sent_bytes < 0.55 * sent  # as differences
+    saver.close()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_that_goes_back_forgets_what_came_after(world: Worlds, nodes: Path, named: bool) -> None:
+    for steps in world(4).run(_go_back, nodes, named):
+        assert steps == ([[], [6]] if named else [[4], [6]])
+
+
+def _go_back(nodes: Path, named: bool) -> list[list[int]]:
+    """Return the snapshots after a load in the midst of a training, and two steps later."""
+    enter(nodes)
+    job, root = Job("paro-iig"), nodes.with_name("root")
+    saver, found = checkpoint.Saver(root, job.state), list[list[int]]()
+    for step in range(1, 5):
+        job.train([step], saver)
+        if step == 2:
+            assert saver.save(2).outcome().ok
+            content = job.content()
+    loaded = checkpoint.load(root / "step-000002" if named else root, job.state)
+    assert loaded is not None
+    if named:
+        assert differing(job.content(), content) == []
+    dist.barrier()
+    found.append([step_of(path) for path in memory_of(root).snapshots()])
+    with logged() as lines:
+        job.train([5, 6], saver)
+    assert lines == []
+    dist.barrier()
+    found.append([step_of(path) for path in memory_of(root).snapshots()])
+    expected = job.content()
+    again = Job("paro-iig").spoil()
+    assert checkpoint.load(root, again.state) is not None
+    assert differing(again.content(), expected) == []
+    saver.close()
+    return found

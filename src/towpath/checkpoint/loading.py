@@ -83,10 +83,11 @@ def load(where: str | Path, state: State) -> Loaded | None:
         return named, sorted(found, key=step_of, reverse=True)
 
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
+    root = Path(where).parent if named else where
     # A job of one node is not protected, and goes on from what it holds of a job of several.
-    held = not named and control.combine(lambda: state.protect is not None or is_held(where), any)
-    ranks = NodeRanks(where, everyone) if held else None
-    found = [] if ranks is None else found_in_memory(ranks, control)
+    held = control.combine(lambda: is_held(root) or (state.protect is not None and not named), any)
+    ranks = NodeRanks(root, everyone) if held else None
+    found = [] if ranks is None or named else found_in_memory(ranks, control)
     # The newest first. Of a checkpoint and a snapshot of the same step, the snapshot is nearer.
     tried = sorted([*((f.step, True, f) for f in found), *((step_of(p), False, p) for p in paths)], key=_age)
     notes: list[str] = []

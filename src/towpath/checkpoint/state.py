@@ -44,6 +44,7 @@ from towpath.outer.saved import IslandState, prefix_of
 
 RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", "snapshot", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
+_LOADED = weakref.WeakKeyDictionary[Any, Path | None]()  # by model, see `State.snapshot`
 _SHOWN = 200  # characters of an extra's state in an error
 
 
@@ -90,7 +91,15 @@ class State:
         self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
         self._nodes: Sequence[int] | None = None
-        self.snapshot: Path | None = None  # the snapshot in this node's memory that was loaded
+
+    @property
+    def snapshot(self) -> Path | None:
+        """The snapshot in this node's memory that was loaded last into the model, also by another `State`."""
+        return _LOADED.get(self.model)
+
+    @snapshot.setter
+    def snapshot(self, path: Path | None) -> None:
+        _LOADED[self.model] = path
 
     @property
     def protect(self) -> Protect | None:

@@ -191,13 +191,16 @@ class Snapshots:
             self._snapshot.before_step()
 
     def close(self, *, keep: bool) -> None:
-        """End, and remove the snapshots unless they are to be kept. Every rank must call it."""
-        self.wait()
-        atexit.unregister(self._note_end)
-        self._control.each(lambda: None)  # no node removes what another one needs
-        # An error that all ranks raise may end in a `finally` that closes the saver.
-        if self._ranks.leads and not keep and sys.exc_info()[0] is None:
-            self._memory.close()
+        """End, and remove the snapshots unless they are to be kept. Every rank must call it.
+
+        While an error is handled, it keeps them and waits for nobody: this may be a `finally` of one rank alone.
+        """
+        if sys.exc_info()[0] is None:
+            self.wait()
+            atexit.unregister(self._note_end)
+            self._control.each(lambda: None)  # no node removes what another one needs
+            if self._ranks.leads and not keep:
+                self._memory.close()
         self._memory.release()
         for engine in self._engines:
             engine.has_snapshots = False
@@ -240,6 +243,8 @@ class Snapshots:
         control.each(lambda: self._prepare(step, sizes))
         folder = memory.new_partial(step)
         before = None if base is None or self._sends_all else memory.folder_of(base)
+        if before is not None and not before.is_dir():  # a load since has forgotten it
+            before = None
 
         def write() -> tuple[Written, dict[str, int]]:
             held = {} if before is None else {path.name: path.stat().st_size for path in before.iterdir()}
