@@ -60,7 +60,11 @@ FEATURES = (
         ranks="checkpoint resume soak state_dicts stateful_loader",
         unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
-    _feature("recovery from a lost node", ranks="protect", unit="buddies keeper protect_memory protection warm"),
+    _feature(
+        "recovery from a lost node",
+        ranks="protect protect_corruption",
+        unit="buddies keeper protect_memory protection warm",
+    ),
     _feature(
         "pipelines",
         lab="pipeline_bytes",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,7 @@ class Job:
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
+        self.label = label
         torch.manual_seed(7)
         strategy = strategy_of(label, topology, protect=towpath.Protect(every))
         self.model: Any = towpath.shard(Model().to(dtype), strategy, units=[Layer], topology=topology, **options)
@@ -90,7 +93,10 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
         self.scaler, self.dtype = Scaler(), dtype
         torch.manual_seed(100 + rank())  # each rank draws its own dropout
-        self.state = checkpoint.State(self.model, self.optimizer, schedule=self.scheduler, scaler=self.scaler)
+        self.state = self.new_state()
+
+    def new_state(self) -> checkpoint.State:
+        return checkpoint.State(self.model, self.optimizer, schedule=self.scheduler, scaler=self.scaler)
 
     def train(self, steps: Iterable[int], saver: checkpoint.Saver | None = None) -> list[float]:
         """Return this rank's losses. With a saver, snapshots are taken, and are complete at the end."""
@@ -160,3 +166,20 @@ def copied(nodes: Path, name: str) -> Path:
 def memory_in(nodes: Path, node: int, root: Path) -> NodeMemory:
     """Return the memory of a node, as seen from anywhere."""
     return NodeMemory(nodes / str(node) / f"towpath-{os.getuid()}" / memory_of(root).path.name)
+
+
+@contextmanager
+def logged(of: str = "protect") -> Generator[list[str]]:
+    """What a logger of Towpath logs as an error."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log, handler = logging.getLogger(f"towpath.{of}"), Keep(logging.ERROR)
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)

@@ -528,30 +528,47 @@ def test_every_rank_passes_over_what_any_rank_finds_damaged(world: Worlds, tmp_p
         assert "rank-00002-optimizer.safetensors is corrupted" in refusal
 
 
-def test_a_folder_that_rank_0_sees_empty_is_refused_and_so_are_folders_that_differ(
-    world: Worlds, tmp_path: Path
-) -> None:
-    (tmp_path / "1").mkdir()
-    world(4).run(_save_three, tmp_path / "1")
-    for other, same in world(2).run(_load_from_a_folder_of_its_own, tmp_path):
-        assert "rank 0 has 'the folder to load = " in other, other
-        assert "here has no checkpoint on rank 0, and has some on rank 1" in same
+def test_a_folder_may_be_on_the_disk_of_one_node_and_each_rank_names_the_same(world: Worlds, tmp_path: Path) -> None:
+    for step, texts in world(4).run(_on_disks_of_their_own, tmp_path):
+        assert step == [2, 1, 3] and "rank 0 has 'the folder to load = run'" in texts
+    assert sorted(path.name for path in tmp_path.glob("?/run/*")) == ["step-000001", "step-000002", "step-000003"]
 
 
-def _load_from_a_folder_of_its_own(root: Path) -> list[str]:
-    run, found = Run.of("zero3", Topology(1, 2)), list[str]()
-    (root / str(rank())).mkdir(exist_ok=True)
-    before = Path.cwd()
-    os.chdir(root)
-    for where in (str(rank()), "here"):
-        if where == "here":
-            os.chdir(str(rank()))  # as on nodes that do not share it
-            Path("here").symlink_to(".")
+def _on_disks_of_their_own(root: Path) -> tuple[list[int], str]:
+    """Save on one node, lose a checkpoint there, load on others, and save where rank 0 is then."""
+    run, found, before = Run.of("paro-iig", SHAPE), list[int](), Path.cwd()
+    node = root / str(rank() // 2)
+    (node / "run").mkdir(parents=True, exist_ok=True)
+    os.chdir(node)
+    try:
+        content = {0: run.content()}
+        for step in (1, 2):
+            run.train([step])
+            assert checkpoint.save("run", step, run.state()).ok
+            content[step] = run.content()
+
+        def load() -> None:
+            loaded = checkpoint.load("run", run.spoil().state())
+            assert loaded is not None and differing(run.content(), content[loaded.step]) == []
+            found.append(loaded.step)
+
+        load()
+        dist.barrier()
+        os.chdir(root / str(1 - rank() // 2))  # the nodes change places: rank 0 does not see them
+        if rank() == 2:
+            next(Path("run/step-000002").glob("*-optimizer*")).unlink()
+        dist.barrier()
+        load()
+        run.train([3])
+        content[3] = run.content()
+        (Path("run") / f"step-000002.partial-0123_{rank()}").mkdir(exist_ok=True)  # a rank was killed as it saved
+        assert checkpoint.save("run", 3, run.state()).ok
+        load()
         with pytest.raises(CheckpointError) as refused:
-            checkpoint.load(where, run.state())
-        found.append(str(refused.value))
-    os.chdir(before)
-    return found
+            checkpoint.load("run" if rank() < 2 else "ran", run.state())
+    finally:
+        os.chdir(before)
+    return found, str(refused.value)
 
 
 def _save_three(root: Path) -> None:

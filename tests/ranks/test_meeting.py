@@ -239,6 +239,10 @@ def _end_at(moment: str, sync: Any) -> None:
     listener: Any = seat._listener
     ask, tell = seat.ask, listener._send_answers
 
+    def die_when_all_may_begin(*_: Any) -> None:
+        with listener._lock:  # a holder has sent each GO then
+            _kill()
+
     def sum_and_die(*args: Any) -> None:
         total(*args)
         _kill()
@@ -260,7 +264,7 @@ def _end_at(moment: str, sync: Any) -> None:
     if moment == "before it is ready":
         sync._exchange = _kill
     elif moment == "before the sum":
-        sync._sum = _kill
+        sync._sum = die_when_all_may_begin
     elif moment == "before its vote":
         sync._sum = sum_and_die
     elif moment == "after its vote":

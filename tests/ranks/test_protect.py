@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.checkpoints import Content, differing
-from tests.ranks.protected import SHAPE, Job, copied, enter, lose, on_rank_0
-from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.checkpoints import Content, differing, rank
+from tests.ranks.protected import SHAPE, Job, Scaler, copied, enter, logged, lose, on_rank_0
+from tests.ranks.server import RankError, World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from towpath import Topology, checkpoint
-from towpath.errors import CheckpointError
+from towpath.checkpoint import storage
+from towpath.checkpoint.manifest import step_of
+from towpath.codecs import exact
+from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import chain, owner_stepped
+from towpath.protect import snapshots
 from towpath.protect.memory import memory_of
 
 
@@ -203,10 +213,8 @@ def test_a_node_and_its_buddy_lost_with_the_folder_is_one_error(world: Worlds, n
     if with_folder:
         assert found == [(1, None)] * 3
         return
-    texts = {text for _, text in found}
-    assert len(texts) == 1, texts
-    text = texts.pop()
-    assert text and "no node has a whole copy of rank-00000" in text and str(root) in text, text
+    for _, text in found:
+        assert text and "no node has a whole copy of rank-00000" in text and f"no checkpoint in {root}" in text, text
 
 
 def _train_three(nodes: Path, with_folder: bool) -> None:
@@ -230,3 +238,201 @@ def _load_three(nodes: Path) -> tuple[int, str | None]:
         return -1, str(error)
     assert loaded is not None
     return loaded.step, None
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["mics:2x1", "paro-iig", seldom("ddp"), seldom("zero3")])
+def test_only_what_no_other_node_has_is_sent_and_then_as_differences(world: Worlds, nodes: Path, label: str) -> None:
+    for first, second, own in world(4).run(_sent, nodes, label):
+        assert 0.75 * own < first < own + 4000  # exact values take about 7/8 of float32
+        assert 0 < second < 0.95 * first
+        if label in ("mics:2x1", "ddp"):
+            assert own < 20_000  # random numbers
+
+
+def _sent(nodes: Path, label: str) -> tuple[int, int, int]:
+    """Return the bytes of the first and of the second snapshot, and those of this rank's own states and numbers."""
+    enter(nodes)
+    job = Job(label)
+    saver = checkpoint.Saver(nodes.with_name("root"), job.state)
+    job.train([1, 2], saver)
+    assert saver._snapshots is not None
+    first = saver._snapshots.sent_bytes
+    job.train([3, 4], saver)
+    items = job.state.collect([0, 0, 1, 1])
+    boxes = [box for each in items.pieces.values() if each.shared_as is None for box in each.boxes.values()]
+    return first, saver._snapshots.sent_bytes - first, sum(box.nbytes for box in boxes)
+
+
+# --- what is refused, and what fails ----------------------------------------------------------------------------------
+
+
+def test_replicas_that_have_diverged_raise_on_all_ranks(world: Worlds, nodes: Path) -> None:
+    texts = world(4).run(_diverge, nodes)
+    assert len({*texts}) == 1
+    assert "rank 1 and rank 3 hold copies of the same slices, which differ" in texts[0]
+
+
+def _diverge(nodes: Path) -> str:
+    enter(nodes)
+    job = Job("mics:2x1")
+    saver = checkpoint.Saver(nodes.with_name("root"), job.state)
+    job.train([1, 2], saver)
+    job.train([3])
+    with torch.no_grad():
+        for parameter in job.model.parameters() if rank() == 3 else ():
+            parameter.to_local().add_(1e-3)
+    with pytest.raises(CheckpointError) as raised:
+        job.train([4], saver)
+    return str(raised.value)
+
+
+def test_memory_that_is_full_raises_first_and_is_logged_later(world: Worlds, nodes: Path) -> None:
+    for text, step, log in world(4).run(_fill, nodes):
+        assert "free of" in text and "docker run --shm-size" in text and "failed on rank 2" in text
+        assert step == 4
+        assert log is None or ("NO SNAPSHOT WAS TAKEN" in log and "since step 4" in log), log
+
+
+def _fill(nodes: Path) -> tuple[str, int, str | None]:
+    enter(nodes)
+    root = nodes.with_name("root")
+    full = patch.object(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=20))
+    job = Job("paro-iig")
+    saver = checkpoint.Saver(root, job.state)
+    with full if rank() == 2 else nullcontext(), pytest.raises(CheckpointError) as raised:
+        job.train([1, 2], saver)
+    saver.close()
+    saver = checkpoint.Saver(root, job.state)
+    job.train([3, 4], saver)
+    with full if rank() == 2 else nullcontext(), logged() as lines:
+        job.train([5, 6], saver)
+    found = step_of(memory_of(root).snapshots()[0])
+    with logged() as later:
+        job.train([7, 8], saver)
+    dist.barrier()
+    assert [step_of(path) for path in memory_of(root).snapshots()] == [8] and later == []
+    saver.close()
+    return str(raised.value), found, "".join(lines) if rank() == 0 else None
+
+
+def _failing(owner: Any, name: str, error: Exception, after: int = 0) -> Any:
+    """Let a call of `owner.name` raise: the first one, or the one after so many."""
+    original, calls = getattr(owner, name), count()
+
+    def call(*args: Any, **options: Any) -> Any:
+        if next(calls) == after:
+            raise error
+        return original(*args, **options)
+
+    return patch.object(owner, name, call)
+
+
+# Where a rank fails: before all, while it writes, as a sender, as a receiver before a message and after one.
+FAULTS: list[tuple[Any, str, Exception, int]] = [
+    (Scaler, "state_dict", ValueError("no state today"), 0),
+    (storage, "write_tensors", OSError(28, "No space left on device"), 0),
+    (exact, "encode", ValueError("cannot encode"), 0),
+    (exact, "encode", ValueError("cannot encode more"), 2),
+    (os, "posix_fallocate", OSError(28, "No room for a copy"), 0),
+    (exact, "decode", ValueError("cannot decode"), 0),
+    (exact, "decode", ValueError("cannot decode more"), 2),
+    (snapshots, "write_manifest", OSError(5, "Input/output error"), 0),
+]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, seldom(Topology(3, 1))], ids=str)
+def test_a_rank_that_fails_in_a_snapshot_keeps_the_one_before(world: Worlds, nodes: Path, shape: Topology) -> None:
+    for faults in world(shape.world).run(_fail_in_a_snapshot, nodes, shape, timeout=50):
+        for (_, name, error, _), (step, lines) in zip(FAULTS, faults, strict=True):
+            assert step == 2 or name == "write_manifest", name  # other nodes may have published it
+            assert not lines or (len(lines) == 1 and str(error.args[-1]) in lines[0]), (name, lines)
+
+
+def _fail_in_a_snapshot(nodes: Path, shape: Topology) -> list[tuple[int, list[str]]]:
+    enter(nodes, shape)
+    job, root = Job("paro-iig", shape), nodes.with_name("root")
+    saver, found = checkpoint.Saver(root, job.state), list[tuple[int, list[str]]]()
+    job.train([1, 2], saver)
+    for fault in FAULTS:
+        # Rank 2 leads a node, so it writes the manifest, too.
+        with _failing(*fault) if rank() == min(2, shape.world - 1) else nullcontext(), logged() as lines:
+            job.train([4], saver)
+        found.append((step_of(memory_of(root).snapshots()[0]), lines))
+    job.train([4], saver)
+    assert step_of(memory_of(root).snapshots()[0]) == 4
+    saver.close()
+    return found
+
+
+def test_a_dead_rank_hangs_nobody_whose_snapshot_waits_for_it(nodes: Path) -> None:
+    with World(4) as ranks, pytest.raises(RankError, match="rank 3") as raised:
+        ranks.run(_die_in_a_snapshot, nodes, survives_failures=True, timeout=40)
+    assert not raised.value.hung
+    assert sorted(path.name for path in nodes.glob("seen-*")) == ["seen-0", "seen-1", "seen-2"]
+
+
+def _die_in_a_snapshot(nodes: Path) -> None:
+    enter(nodes)
+    job = Job("paro-iig")
+    saver = checkpoint.Saver(nodes.with_name("root"), job.state)
+    job.train([1, 2], saver)
+    if rank() == 3:
+        snapshots.BuddyExchange.run = lambda *_: os._exit(9)
+    job.train([4])
+    saver.protect(4)
+    with pytest.raises(TowpathError, match=r"lost|onnection"):  # not after the timeout of the group
+        job.train([6], saver)
+    with pytest.raises(TowpathError):
+        saver.close()
+    assert memory_of(nodes.with_name("root")).snapshots()
+    (nodes / f"seen-{rank()}").touch()
+
+
+# --- savers -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_two_savers_of_two_models_do_not_meet(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    jobs = [Job("paro-iig"), Job("mics:2x1")]
+    savers = [checkpoint.Saver(tmp_path / str(number), job.state) for number, job in enumerate(jobs)]
+    for step in (1, 2, 3, 4):
+        for job, saver in zip(jobs, savers, strict=True):
+            job.train([step])
+            saver.protect(step)
+    for number, (job, saver) in enumerate(zip(jobs, savers, strict=True)):
+        assert saver._snapshots is not None
+        saver._snapshots.wait()
+        again = Job(job.label).spoil()
+        loaded = checkpoint.load(tmp_path / str(number), again.state)
+        assert loaded is not None and loaded.step == 4
+        expected = job.content()
+        found = again.content()
+        del expected["random numbers"], found["random numbers"]  # the other job has drawn some since
+        assert differing(found, expected) == []
+        saver.close()
+
+
+@on_ranks(4)
+def test_a_normal_end_removes_the_memory_and_a_failed_save_keeps_it(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    for waits in (False, True):
+        job.train([1, 2], saver)
+        with _failing(storage, "write_tensors", OSError(28, "No space left on device")), logged("checkpoint"):
+            saver.save(2)
+            if waits:
+                outcome = saver.wait()
+                assert outcome is not None and not outcome.ok
+            saver.close()
+        assert [step_of(path) for path in memory_of(root).snapshots()] == [2], waits
+        job.train([3, 4], saver)
+    saver.save(4)
+    outcome = saver.close()
+    assert outcome is not None and outcome.ok
+    dist.barrier()
+    assert not memory_of(root).path.exists()

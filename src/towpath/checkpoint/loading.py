@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.manifest import NAME, Manifest, read_manifest, step_of
+from towpath.checkpoint.manifest import Manifest, digest_of, read_manifest, step_of
 from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
@@ -77,14 +77,10 @@ def load(where: str | Path, state: State) -> Loaded | None:
     def choose(ranks: list[tuple[str, tuple[bool, list[Path]]]]) -> tuple[bool, list[Path]]:
         lines = {rank: [f"the folder to load = {theirs}"] for rank, (theirs, _) in enumerate(ranks)}
         check_same(lines, "Pass the same folder on every rank.", CheckpointError)
-        mine = ranks[0][1]
-        others = [rank for rank, (_, (_, paths)) in enumerate(ranks) if paths]
-        if others and not mine[1]:
-            raise CheckpointError(
-                f"{where} has no checkpoint on rank 0, and has some on rank {others[0]}. Expected one folder that all "
-                "nodes share: name such a folder, or copy the checkpoints into each node's."
-            )
-        return mine
+        # A folder that is no shared one is on the node of rank 0, which another node was in a former start.
+        named = any(named for _, (named, _) in ranks)
+        found = {path for _, (is_named, paths) in ranks if is_named is named for path in paths}
+        return named, sorted(found, key=step_of, reverse=True)
 
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
     # A job of one node is not protected, and goes on from what it holds of a job of several.
@@ -135,8 +131,11 @@ def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes
 
 def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
     me = control.groups.rank
-    manifest = control.on_rank_0(lambda: read_manifest(path))
-    seen = control.gather((path / NAME).is_file)
+    digests = control.gather(lambda: digest_of(path))
+    source = next((rank for rank, digest in enumerate(digests) if digest is not None), 0)
+    manifest = control.gather(lambda: read_manifest(path) if me == source else None)[source]
+    assert manifest is not None
+    seen = [digest == digests[source] for digest in digests]
     control.each(lambda: manifest.check_sizes(path) if seen[me] else None)
     restoring = control.each(lambda: Restore(state, manifest))
     if all(seen):

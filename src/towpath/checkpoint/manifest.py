@@ -13,6 +13,7 @@ so that nobody computes the checksums of states to load weights. A box is called
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -198,6 +199,15 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path}: {error}") from None
     return manifest
+
+
+def digest_of(folder: Path) -> str | None:
+    """Return the digest of a checkpoint's manifest, or None if there is none to read."""
+    try:
+        with opened(folder / NAME) as file:
+            return hashlib.sha256(file.readall()).hexdigest()
+    except DamagedError:
+        return None
 
 
 # What the parts of a manifest look like: a type, a list or a dict of members, or one form for all keys.

@@ -115,7 +115,7 @@ class Saver:
         saver.close()           # at the end
 
     Args:
-        root: The folder for the checkpoints, which all nodes must see.
+        root: The folder for the checkpoints. Ranks of nodes that do not see it send their files to rank 0.
         state: What to save.
         keep_last: How many of the newest checkpoints to keep. By default all are kept.
         keep_every: Keep also the checkpoints whose step is a multiple of this. It requires `keep_last`.
@@ -149,6 +149,7 @@ class Saver:
         self._memory = StagingMemory()
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
+        self._has_failed = False  # the last save
         self._snapshots: Snapshots | None = None
         self._open()
         if background:  # others have saved before anything can change
@@ -249,7 +250,7 @@ class Saver:
                 no room for a first snapshot. All ranks raise it.
         """
         if self._snapshots is None and (protect := self.state.protect) is not None:
-            self._snapshots = Snapshots(self.root, self.state, protect.every)
+            self._snapshots = Snapshots(self.root, self.state, protect)
         if self._snapshots is not None:
             self._snapshots.after_step(step)
 
@@ -274,7 +275,7 @@ class Saver:
         """
         outcome = self.wait()
         if self._snapshots is not None:
-            self._snapshots.close(keep=outcome is not None and not outcome.ok)
+            self._snapshots.close(keep=self._has_failed)
             self._snapshots = None
         self._release()
         self._memory = StagingMemory()
@@ -290,7 +291,7 @@ class Saver:
         except Exception as error:
             failure = described(error)
             self._channel.leave()
-        path = folders.checkpoint_of(self.root, step)
+        path, self._has_failed = folders.checkpoint_of(self.root, step), failure is not None
         if is_first and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
@@ -321,7 +322,7 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     Use a `Saver` to save while the training continues.
 
     Args:
-        root: The folder for the checkpoint, which all nodes must see.
+        root: The folder for the checkpoint. Ranks of nodes that do not see it send their files to rank 0.
         step: The number of steps done, which names the checkpoint.
         state: What to save.
 

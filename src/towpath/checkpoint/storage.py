@@ -111,6 +111,8 @@ def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: A
 
     def write_mine() -> tuple[Written, bool]:
         if here != partial:
+            for path in root.glob(f"*.partial-*_{me}"):  # of a run that died: only rank 0's node is swept
+                shutil.rmtree(path, ignore_errors=True)
             here.mkdir(parents=True)
         return write_files(here / f"rank-{me:05d}", items), here == partial
 

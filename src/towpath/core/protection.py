@@ -47,7 +47,7 @@ class Protection:
     """What protection from a lost node takes. Bytes are those of one node, as the mean of all nodes."""
 
     job: Topology
-    every: int  # the steps from one snapshot to the next, and the most that a loss costs
+    protect: Protect
     survives: Survives
     state_bytes: int  # what the ranks of a node hold, each slice once
     buddy_bytes: int  # how many of these no other node holds, so that they are sent with each snapshot
@@ -56,7 +56,7 @@ class Protection:
     @property
     def step_bytes(self) -> float:
         """The bytes that a node is expected to send to its buddy, as the mean of all steps."""
-        return self.expected_bytes / self.every
+        return self.expected_bytes / self.protect.interval
 
     @property
     def host_bytes(self) -> int:
@@ -70,10 +70,10 @@ class Protection:
     def __str__(self) -> str:
         all_nodes, expected = self.job.nodes * self.buddy_bytes, self.job.nodes * self.expected_bytes
         return (
-            f"snapshots: bytes sent by all ranks together in {self.every} steps\n"
+            f"snapshots: bytes sent by all ranks together in {self.protect.interval} steps\n"
             f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16} {'expected':>16}\n"
             f"  {'buddy':<20} {int(all_nodes > 0):>6} {0:>16,} {all_nodes:>16,} {expected:>16,}\n"
-            f"  between nodes in a step: {expected / self.every:,.0f} on average"
+            f"  between nodes in a step: {expected / self.protect.interval:,.0f} on average"
         )
 
 
@@ -111,5 +111,5 @@ def protection_of(
     survives = Survives.NO
     if several:  # with outer steps, the other islands go on from the slow weights, which they all hold
         survives = Survives.WITH_BUDDIES if slices_alone and strategy.islands == 1 else Survives.YES
-    every = (strategy.protect or Protect()).every
-    return Protection(job, every, survives, round(state + feedback), round(alone), round(expected))
+    protect = strategy.protect or Protect()
+    return Protection(job, protect, survives, round(state + feedback), round(alone), round(expected))

@@ -107,8 +107,8 @@ class Protect:
     node, holds. `towpath plan` shows the bytes, the memory and the seconds to heal.
 
     Attributes:
-        every: The optimizer steps from one snapshot to the next. After a loss, at most so many are computed again. More
-            steps send fewer bytes.
+        every: After a loss, at most so many optimizer steps are computed again. More steps send fewer bytes. Snapshots
+            are a little closer to each other, because each takes some steps to be sent.
     """
 
     every: int = 10
@@ -118,7 +118,17 @@ class Protect:
             raise ConfigError(f"Protect: every is a whole number of at least 1; got {self.every!r}.")
 
     def __str__(self) -> str:
-        return f"a snapshot every {counted(self.every, 'step')}"
+        return f"a snapshot every {counted(self.interval, 'step')}"
+
+    @property
+    def delay(self) -> int:
+        """The number of steps after which a snapshot must be complete. Training waits for it then."""
+        return min(self.every - 1, max(1, self.every // 5))
+
+    @property
+    def interval(self) -> int:
+        """The number of steps from one snapshot to the next. A loss just before one is complete costs `every` steps."""
+        return self.every - self.delay
 
 
 @dataclass(frozen=True, slots=True)

@@ -433,7 +433,8 @@ class Seat:
     def ask(self, message: Message) -> Message:
         """Send READY or VOTE, and return the answer of the holder, whoever that is by then."""
         while True:
-            wire = self._wire
+            with self._lock:  # another thread may be looking for the next holder
+                wire = self._wire
             if wire is None:
                 raise StepError(self._why)
             try:
@@ -465,7 +466,8 @@ class Seat:
         """Say now and then that this island is there, and notice when the holder has ended."""
         while not self._ends:
             time.sleep(_PING_SECONDS)
-            wire = self._wire
+            with self._lock:
+                wire = self._wire
             if wire is None:
                 return
             try:

@@ -370,7 +370,7 @@ class Solver:
         found, nodes, rate = self.protection(step.strategy), step.strategy.job.nodes, self._hardware.inter.rate
         sending = found.step_bytes / rate
         idle = max(0.0, step.seconds - step.expected_inter_bytes / nodes / rate)
-        late, most = max(0.0, sending - idle), round(nodes * found.buddy_bytes / found.every)
+        late, most = max(0.0, sending - idle), round(nodes * found.buddy_bytes / found.protect.interval)
         return replace(
             step,
             seconds=step.seconds + late,

@@ -192,7 +192,7 @@ def protection_as_json(step: Prediction, solver: Solver) -> dict[str, Any] | Non
         return None
     found = solver.protection(step.strategy)
     return {
-        "every": found.every,
+        "every": found.protect.every,
         "buddy_bytes_per_step": found.step_bytes,
         "host_memory_bytes_per_node": found.host_bytes,
         "heal_seconds": found.heal_seconds(solver.cluster.hardware.inter.rate),

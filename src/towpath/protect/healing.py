@@ -9,13 +9,12 @@ damaged file, the copy of another node is used.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from towpath.checkpoint import storage
-from towpath.checkpoint.manifest import NAME, Manifest, read_manifest, write_manifest
+from towpath.checkpoint.manifest import Manifest, digest_of, read_manifest, write_manifest
 from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
@@ -74,14 +73,14 @@ def _listed(memory: NodeMemory) -> list[Listed]:
     found: list[Listed] = []
     for folder in memory.snapshots():
         try:
-            manifest = read_manifest(folder)
-            run, digest = run_of(manifest), hashlib.sha256((folder / NAME).read_bytes()).hexdigest()
-        except (DamagedError, OSError) as error:
+            manifest, digest = read_manifest(folder), digest_of(folder)
+            assert digest is not None
+        except DamagedError as error:
             _LOG.error("SNAPSHOT %s CANNOT BE USED: %s", folder.name, error)
             continue
         sizes = {path.name: path.lstat().st_size for path in folder.iterdir()}
         present = [name for name, file in manifest.files.items() if sizes.get(name) == file.bytes]
-        found.append((run, manifest.step, digest, [*manifest.files], present))
+        found.append((run_of(manifest), manifest.step, digest, [*manifest.files], present))
     return found
 
 
@@ -104,7 +103,7 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     moves = plan_moves(found.homes, manifest, folder, needs, ranks.numbers, control)
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
-    is_new = control.gather(lambda: ranks.leads and not _holds(folder, found.digest))
+    is_new = control.gather(lambda: ranks.leads and digest_of(folder) != found.digest)
     lacking = {ranks.numbers[rank] for rank, new in enumerate(is_new) if new}
     here = memory.folder_of(found.step, ".partial") if ranks.numbers[me] in lacking else folder
     control.each(lambda: here.mkdir(mode=0o700, exist_ok=True))
@@ -114,13 +113,6 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     control.each(restoring.check)
     sent = sum(manifest.files[move.name].bytes for move in moves)
     return folder, sent, control.each(restoring.finish)
-
-
-def _holds(folder: Path, digest: str) -> bool:
-    try:
-        return hashlib.sha256((folder / NAME).read_bytes()).hexdigest() == digest
-    except OSError:
-        return False
 
 
 def _complete(step: int, here: Path, folder: Path, manifest: Manifest, memory: NodeMemory) -> None:

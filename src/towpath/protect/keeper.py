@@ -44,6 +44,7 @@ def start_keeper(memory: NodeMemory, lease_seconds: float = LEASE_SECONDS, warm:
     """
     done = subprocess.run(
         _command("keeper", str(memory.path), str(lease_seconds), str(int(warm))),
+        env=_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -56,6 +57,15 @@ def start_keeper(memory: NodeMemory, lease_seconds: float = LEASE_SECONDS, warm:
             f"the keeper of {memory.path} ended with exit code {done.returncode}; expected it to start. Free memory or "
             f"processes of this node, or train without protect. It said: {done.stderr.strip()[-1000:]}"
         )
+
+
+def _environment() -> dict[bytes, bytes] | None:
+    """Return the environment that this process was started with, as later ranks will be. Libraries have added to it."""
+    try:
+        found = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:  # not Linux, so nothing forks
+        return None
+    return {name: value for name, _, value in (item.partition(b"=") for item in found) if name}
 
 
 def _command(module: str, *arguments: str) -> list[str]:

@@ -14,6 +14,7 @@ has a complete one.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import uuid
@@ -30,6 +31,7 @@ from towpath.checkpoint.manifest import Manifest, read_manifest, step_of, write_
 from towpath.checkpoint.staging import Snapshot, StagingMemory
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import DivergedError, WriteItems, Written
+from towpath.core.strategy import Protect
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
@@ -46,6 +48,10 @@ NOTICED = "noticed"  # the note with the time of a loss
 # What a rank tells before it writes: the step, the bytes of what only its node has and of the rest, the lines that must
 # be the same on all ranks of its island, and its island.
 Announced = tuple[int, tuple[int, int], list[str], int]
+
+
+class _LostError(CheckpointError):
+    """This rank has lost others while a snapshot was taken. They cannot agree on anything any more."""
 
 
 @final
@@ -88,8 +94,8 @@ def run_of(manifest: Manifest) -> str:
 class Snapshots:
     """The snapshots of a job, on one rank. Every rank creates one and makes the same calls."""
 
-    def __init__(self, root: str | Path, state: State, every: int) -> None:
-        self._state, self._every = state, every
+    def __init__(self, root: str | Path, state: State, protect: Protect) -> None:
+        self._state, self._protect = state, protect
         self._everyone = state.local.everyone
         self._engines = [*state.local.engines.values()]
         self._ranks = NodeRanks(root, self._everyone)
@@ -102,7 +108,7 @@ class Snapshots:
         self._snapshot: Snapshot | None = None
         self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
         self._awaited = threading.Event()  # whether training waits for the snapshot
-        self._step = 0
+        self._step = self._began = 0
         self.sent_bytes = 0  # so far, to the buddy
         self._heals = state.snapshot is not None
         state.add_saver(self)
@@ -155,9 +161,13 @@ class Snapshots:
                 _LOG.warning(
                     "healed: the next step came %.1f s after a loss was noticed (%s)", sum(parts.values()), text
                 )
-        if step % self._every == 0:
+        if step >= self._began + self._protect.delay:
             self.wait()
+        if step % self._protect.interval == 0:
+            self._began = step
             self._begin(step)
+            if self._protect.delay == 0:
+                self.wait()
 
     def wait(self) -> None:
         """Wait for the snapshot that is being taken. It raises as `after_step` does."""
@@ -165,10 +175,11 @@ class Snapshots:
         if thread is not None:
             self._awaited.set()
             thread.join()
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = failure if isinstance(failure, _LostError) else None
         if failure is None:
             return
-        if self._base is None or isinstance(failure, DivergedError):
+        if self._base is None or isinstance(failure, (DivergedError, _LostError)):
             raise failure
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
@@ -184,7 +195,8 @@ class Snapshots:
         self.wait()
         atexit.unregister(self._note_end)
         self._control.each(lambda: None)  # no node removes what another one needs
-        if self._ranks.leads and not keep:
+        # An error that all ranks raise may end in a `finally` that closes the saver.
+        if self._ranks.leads and not keep and sys.exc_info()[0] is None:
             self._memory.close()
         self._memory.release()
         for engine in self._engines:
@@ -216,7 +228,11 @@ class Snapshots:
         except TowpathError as error:  # the same on every rank
             self._failure = error
         except Exception as error:  # a rank is lost, which training notices, too
-            self._failure = CheckpointError(described(error))
+            self._failure = _LostError(f"taking a snapshot failed: {described(error)}")
+            # Others may wait for this rank. What still refers to the group would keep it connected.
+            group, self._control.groups.parent = self._control.groups.parent, None
+            if group is not None and group is not self._everyone.parent:
+                self._everyone.leave(group)
 
     def _write(self, step: int, items: WriteItems | str) -> None:
         control, memory, base = self._control, self._memory, self._base
@@ -242,8 +258,9 @@ class Snapshots:
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
-        if base is not None and base != step and self._ranks.leads:
-            memory.remove(base)
+        for path in memory.snapshots() if self._ranks.leads else ():  # also one that other nodes could not publish
+            if path != memory.folder_of(step):
+                memory.remove(step_of(path))
 
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
         """Make the folder for this node's files, or raise if its memory has no room for them."""
@@ -256,7 +273,7 @@ class Snapshots:
 
     def _is_turn(self, step: int, share: float) -> bool:
         """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
-        if self._awaited.is_set() or is_due(share, self._step - step, self._every):
+        if self._awaited.is_set() or is_due(share, self._step - step, self._protect.delay):
             return True
         return not any(engine.comm.watchdog.status.uses_links for engine in self._engines)
 

@@ -154,7 +154,7 @@ class CheckpointManager:
     def _protect(self) -> None:
         if (protect := self._contents.protect) is None:
             return
-        if self._state.step % protect.every == 0:
+        if self._state.step % protect.interval == 0:
             self._settle()  # a snapshot of a loss that is not finite would bring it back
         try:
             self._saver.protect(self._state.step)

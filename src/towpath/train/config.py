@@ -172,7 +172,7 @@ class OuterConfig(Section):
     delay: int = key(0, "steps that an exchange may take while training goes on")
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
-    meet: str = key("", "HOST:PORT where islands meet that come and go, each started by itself")
+    meet: str = key("", "HOST:PORT where islands that come and go meet")
 
     def check(self) -> None:
         if not self.every:
