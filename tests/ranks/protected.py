@@ -79,7 +79,7 @@ class Job:
         self,
         label: str,
         topology: Topology = SHAPE,
-        every: int = 2,
+        every: int = 3,  # a snapshot every second step
         optimizer: Any = None,
         dtype: torch.dtype = torch.float32,
         **options: Any,

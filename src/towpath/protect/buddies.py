@@ -74,13 +74,12 @@ def buddy_of(rank: int, nodes: Sequence[int]) -> int | None:
     return ranks[place % len(ranks)]
 
 
-def is_due(share: float, steps: int, every: int) -> bool:
+def is_due(share: float, steps: int, delay: int) -> bool:
     """Return whether a chunk must be sent although links are busy. `share` of the bytes were sent so far.
 
-    `steps` of the `every` steps to the next snapshot are done. All chunks are due before the last step, so that the
-    next snapshot need not wait for this one.
+    `steps` of the `delay` steps are done after which training waits. All chunks are due before the last of them.
     """
-    return share * max(every - 2, 1) < steps
+    return share * max(delay - 2, 1) < steps
 
 
 def plan_files(
