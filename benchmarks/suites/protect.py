@@ -4,8 +4,8 @@
 
 Each strategy trains 17 million parameters without and with `protect=10`, in processes of its own. Blocks wait, and
 replay the gradients of training. Links are so slow that FSDP2's communication takes twice the computation. A sample is
-a window of ten steps, so that each window with protection begins one snapshot, and ends the one before. A pair is a
-window with protection and one without, in the same round.
+a window of as many steps as lie between two snapshots. A pair is a window with protection and one without, in the same
+round.
 
 The bytes of a snapshot are those that windows with protection send between nodes more than windows without, by the
 kernel's counters. For strategies whose nodes hold slices alone, they must be those of the schedule, times the share
@@ -79,11 +79,11 @@ class ProtectCase:
         elif self.link.comm_ratio is not None:
             derived = _RATES.of(self.link.comm_ratio, workload, settings.say, settings.pool)
             inter = derived.rate
-        plain, protected = self.strategy, f"{self.strategy} protect={every}"
+        plain, protected, steps = self.strategy, f"{self.strategy} protect={every}", towpath.Protect(every).interval
         place = LabPlace(workload.topology, inter)
         with tempfile.TemporaryDirectory(prefix="towpath-protect-") as root:
             launches = {
-                name: Launch(place, Windows, (name, workload, every, root), WARM_UP) for name in (plain, protected)
+                name: Launch(place, Windows, (name, workload, steps, root), WARM_UP) for name in (plain, protected)
             }
             launches |= {name: launch_of(name, workload, inter) for name in (COMMUNICATION, COMPUTE)}
             settings.pool.keep(launches.values())
@@ -158,20 +158,20 @@ def bytes_checks(
 
 
 class Windows:
-    """A worker whose sample is a window of steps, as many as lie between two snapshots."""
+    """A worker whose sample is a window of steps. With protection, each window ends with the begin of a snapshot."""
 
-    def __init__(self, rank: int, world: int, candidate: str, workload: Workload, every: int, root: str) -> None:
+    def __init__(self, rank: int, world: int, candidate: str, workload: Workload, steps: int, root: str) -> None:
         made = Made.of(candidate, workload)
         self._take = stepper(
             made.model, made.context, workload.data(rank), workload.micro_steps, optimizer=made.optimizer
         )
         self._saver = checkpoint.Saver(f"{root}/{candidate}", checkpoint.State(made.model, made.optimizer))
         self._engines: Any = [made.model.towpath_engine]
-        self._step, self._every, self._before = 0, every, 0
+        self._step, self._interval, self._before = 0, steps, 0
 
     def sample(self) -> float:
         """Take a window of steps and return its seconds."""
-        return timed(lambda: self._steps(self._every))
+        return timed(lambda: self._steps(self._interval))
 
     def forget(self) -> None:
         """Count bytes from now on."""
@@ -188,11 +188,11 @@ class Windows:
         snapshots.wait()
 
         def until_it_ends() -> None:
-            self._steps(self._every - 1)
+            self._steps(self._interval - 1)
             snapshots.wait()
 
         with Profile() as profile:
-            self._steps(self._every)
+            self._steps(self._interval)
             seconds = timed(until_it_ends)
         self._steps(1)
         return {"window_seconds": seconds, **profile.found()}
