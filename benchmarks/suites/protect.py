@@ -4,15 +4,16 @@
 
 Each strategy trains 17 million parameters without and with `protect=10`, in processes of its own. Blocks wait, and
 replay the gradients of training. Links are so slow that FSDP2's communication takes twice the computation. A sample is
-a window of ten steps, so that each window with protection begins one snapshot, and ends the one before. A pair is a
-window with protection and one without, in the same round.
+a window of as many steps as lie between two snapshots. A pair is a window with protection and one without, in the same
+round.
 
 The bytes of a snapshot are those that windows with protection send between nodes more than windows without, by the
 kernel's counters. For strategies whose nodes hold slices alone, they must be those of the schedule, times the share
 that exact messages took. Others send next to nothing: what the ranks agree on.
 
 After the comparison, one more snapshot is profiled: the seconds of each part of a snapshot, by the clock and of the
-processor, and the bytes that ranks exchange to agree. A case takes about fifteen minutes.
+processor, and the bytes that ranks exchange to agree. A case takes about fifteen minutes. In the cases with a longer
+wait, the cores are mostly idle, as those of a host whose GPUs compute.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -65,8 +66,9 @@ class ProtectCase:
     @property
     def name(self) -> str:
         """The name on the command line."""
-        shape = self.workload.topology
-        return f"{self.strategy}-{shape.nodes}x{shape.ranks_per_node}"
+        shape, wait = self.workload.topology, self.workload.wait_seconds
+        longer = f"-waiting{wait:g}" if wait == LONGER_WAIT else ""
+        return f"{self.strategy}-{shape.nodes}x{shape.ranks_per_node}{longer}"
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Search for the link rate, compare, and profile one window."""
@@ -77,11 +79,11 @@ class ProtectCase:
         elif self.link.comm_ratio is not None:
             derived = _RATES.of(self.link.comm_ratio, workload, settings.say, settings.pool)
             inter = derived.rate
-        plain, protected = self.strategy, f"{self.strategy} protect={every}"
+        plain, protected, steps = self.strategy, f"{self.strategy} protect={every}", towpath.Protect(every).interval
         place = LabPlace(workload.topology, inter)
         with tempfile.TemporaryDirectory(prefix="towpath-protect-") as root:
             launches = {
-                name: Launch(place, Windows, (name, workload, every, root), WARM_UP) for name in (plain, protected)
+                name: Launch(place, Windows, (name, workload, steps, root), WARM_UP) for name in (plain, protected)
             }
             launches |= {name: launch_of(name, workload, inter) for name in (COMMUNICATION, COMPUTE)}
             settings.pool.keep(launches.values())
@@ -156,20 +158,20 @@ def bytes_checks(
 
 
 class Windows:
-    """A worker whose sample is a window of steps, as many as lie between two snapshots."""
+    """A worker whose sample is a window of steps. With protection, each window ends with the begin of a snapshot."""
 
-    def __init__(self, rank: int, world: int, candidate: str, workload: Workload, every: int, root: str) -> None:
+    def __init__(self, rank: int, world: int, candidate: str, workload: Workload, steps: int, root: str) -> None:
         made = Made.of(candidate, workload)
         self._take = stepper(
             made.model, made.context, workload.data(rank), workload.micro_steps, optimizer=made.optimizer
         )
         self._saver = checkpoint.Saver(f"{root}/{candidate}", checkpoint.State(made.model, made.optimizer))
         self._engines: Any = [made.model.towpath_engine]
-        self._step, self._every, self._before = 0, every, 0
+        self._step, self._interval, self._before = 0, steps, 0
 
     def sample(self) -> float:
         """Take a window of steps and return its seconds."""
-        return timed(lambda: self._steps(self._every))
+        return timed(lambda: self._steps(self._interval))
 
     def forget(self) -> None:
         """Count bytes from now on."""
@@ -186,11 +188,11 @@ class Windows:
         snapshots.wait()
 
         def until_it_ends() -> None:
-            self._steps(self._every - 1)
+            self._steps(self._interval - 1)
             snapshots.wait()
 
         with Profile() as profile:
-            self._steps(self._every)
+            self._steps(self._interval)
             seconds = timed(until_it_ends)
         self._steps(1)
         return {"window_seconds": seconds, **profile.found()}
@@ -220,12 +222,16 @@ PARTS = {
     "  exchange": f"{_BUDDIES}:BuddyExchange.run",
     "    encodes": f"{_BUDDIES}:_encoded",
     "    messages and confirmations": f"{_BUDDIES}:BuddyExchange._adapt",
+    "    waits for links, and for its own copies": "",
     "  checksums of copies": f"{_SNAPSHOTS}._check_copies",
     "  publishing": f"{_SNAPSHOTS}._publish",
+    "  removal of the snapshot before": "towpath.protect.memory:NodeMemory.remove",
     "  agreement, with waits for other ranks": "",
     "decodes, in the receiving thread": "towpath.codecs.exact:decode",
 }
 _AGREEMENT = "  agreement, with waits for other ranks"
+_EXCHANGE, _ENCODES, _MESSAGES = "  exchange", "    encodes", "    messages and confirmations"
+_WAITS = "    waits for links, and for its own copies"
 _GROUPS = "towpath.topology.groups:Groups"
 
 
@@ -240,7 +246,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         for part, name in PARTS.items():
-            if part.strip() == "messages and confirmations":
+            if part == _MESSAGES:
                 self._wrap(name, self._adapted)
             elif name:
                 self._wrap(name, functools.partial(self._timed, part))
@@ -255,6 +261,8 @@ class Profile:
 
     def found(self) -> dict[str, Any]:
         """Return what was found, with chunks and looks for an idle link."""
+        waits = self._seconds[_EXCHANGE][0] - self._seconds[_ENCODES][0] - self._seconds[_MESSAGES][0]
+        self._seconds[_WAITS] = [waits, 0.0]
         return {
             "seconds": self._seconds,
             "calls": self._calls,
@@ -291,7 +299,7 @@ class Profile:
             self._add(part, time.perf_counter() - began, time.thread_time() - processor)
 
     def _adapted(self, wrapped: Callable[..., Any], exchange: Any, seconds: float) -> None:
-        self._add("    messages and confirmations", seconds, 0.0)
+        self._add(_MESSAGES, seconds, 0.0)
         wrapped(exchange, seconds)
 
     def _exchanged(self, wrapped: Callable[..., Any], exchange: Any, plan: Any, nodes: Any) -> Any:
@@ -343,9 +351,14 @@ def shown(line: dict[str, Any]) -> str:
     return "\n".join([show(line), *rows])
 
 
+LONGER_WAIT = 0.08  # seconds of each block, so that cores which all ranks share are mostly idle
 STRATEGIES = ("paro-iig", "mics", "zero3", "ddp")
 SHAPES = (Topology(3, 2), Topology(2, 2))
-CASES = tuple(
-    ProtectCase(strategy, waiting(Workload(shape, dtype="bfloat16"))) for shape in SHAPES for strategy in STRATEGIES
+CASES = (
+    *(ProtectCase(name, waiting(Workload(shape, dtype="bfloat16"))) for shape in SHAPES for name in STRATEGIES),
+    *(
+        ProtectCase(name, replace(waiting(Workload(SHAPES[0], dtype="bfloat16")), wait_seconds=LONGER_WAIT))
+        for name in STRATEGIES[:2]
+    ),
 )
 SUITES = (Suite("protect", __doc__ or "", CASES, rounds=PAIRS, shown=shown),)

@@ -302,8 +302,8 @@ PAGES: Mapping[str, Page] = {
         "Protection",
         "Steps with snapshots in the memory of nodes against steps without, and the bytes that buddies get.",
         "python -m benchmarks protect",
-        "Blocks wait instead of computing, on links with a communication-to-computation ratio of 2. A window is ten "
-        "steps, with a snapshot. Bytes are those of the kernel's counters.",
+        "Blocks wait instead of computing, on links with a communication-to-computation ratio of 2. A window has as "
+        "many steps as lie between two snapshots. Bytes are those of the kernel's counters.",
     ),
     "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python -m benchmarks soak"),
     "timeline": Page(

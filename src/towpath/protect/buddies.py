@@ -39,8 +39,9 @@ from towpath.topology.groups import Groups
 _CHUNK_SECONDS = 0.02
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
 _PAUSE_SECONDS = 0.005
-# Values take about 0.84 of the bytes of float32. Only longer differences are compared with them.
-_TRIED_FROM = 0.85
+# Differences take several times as long to encode as values, and where a step changes most bits they are no shorter. So
+# both are tried with every so many chunks of a file, and the others are encoded as the shorter one.
+_TRIED_EVERY = 8
 _CHUNK, _CONFIRMED = 1, 2  # tags
 _NOTHING = torch.zeros(16, dtype=torch.uint8)  # no message: it would have no values
 
@@ -167,19 +168,23 @@ class BuddyExchange:
             assert to is not None
             new, tail = _words(self._folder / file.name, file)
             old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
-            start = 0
+            start, number, before = 0, 0, old
             while start < len(new):
                 while not self._is_turn((done + start * new.itemsize) / total):
                     time.sleep(_PAUSE_SECONDS)
                 end = min(start + self._chunk_bytes // new.itemsize, len(new))
-                encoded = _encoded(None if old is None else old[start:end], new[start:end], *memory)
+                if old is not None and number % _TRIED_EVERY == 0:
+                    encoded = _shorter(old[start:end], new[start:end], *memory)
+                    before = old if exact.is_difference(encoded) else None
+                else:
+                    encoded = _encoded(None if before is None else before[start:end], new[start:end], memory[0])
                 began = time.perf_counter()
                 dist.send(encoded, group=self._groups.parent, group_dst=to, tag=_CHUNK)
                 dist.recv(confirmed, group=self._groups.parent, group_src=to, tag=_CONFIRMED)
                 if not confirmed.item():
                     raise _PartnerError
                 self._adapt(time.perf_counter() - began)
-                start, sent = end, sent + len(encoded)
+                start, number, sent = end, number + 1, sent + len(encoded)
             if len(tail):
                 dist.send(tail, group=self._groups.parent, group_dst=to, tag=_CHUNK)
             done += file.bytes
@@ -228,18 +233,16 @@ class BuddyExchange:
         dist.send(answer, group=self._groups.parent, group_dst=source, tag=_CONFIRMED)
 
 
-def _encoded(old: Tensor | None, new: Tensor, message: Tensor, spare: Tensor) -> Tensor:
-    """Return the message of a chunk, which is in `message` or in `spare`.
-
-    Values are shorter than differences where steps change most bits.
-    """
-    nbytes = exact.encode(old, new, message)
+def _encoded(old: Tensor | None, new: Tensor, memory: Tensor) -> Tensor:
+    """Return the message of a chunk: its differences, or without `old` its values."""
+    nbytes = exact.encode(old, new, memory)
     assert nbytes is not None  # on the host
-    if old is None or nbytes < _TRIED_FROM * new.nbytes:
-        return message[:nbytes]
-    of_values = exact.encode(None, new, spare)
-    assert of_values is not None
-    return spare[:of_values] if of_values < nbytes else message[:nbytes]
+    return memory[:nbytes]
+
+
+def _shorter(old: Tensor, new: Tensor, memory: Tensor, other: Tensor) -> Tensor:
+    """Return the shorter message of a chunk."""
+    return min(_encoded(old, new, memory), _encoded(None, new, other), key=len)
 
 
 def _message_memory() -> Tensor:
