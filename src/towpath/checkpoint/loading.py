@@ -110,7 +110,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             control.each(ranks.forget)  # a snapshot that is newer would be taken for one of the run that begins here
         return loaded
     if notes:
-        advice = f" To begin anew, remove {ranks.memory.path} on every node." if found and ranks is not None else ""
+        advice = f" To begin anew, remove {ranks.memory} on every node." if found and ranks is not None else ""
         raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}{advice}")
     return None
 

@@ -53,7 +53,7 @@ def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
     if len(runs) > 1:
         here, there = (next(r for r, each in enumerate(listed) if run in {e[0] for e in each}) for run in runs[:2])
         raise CheckpointError(
-            f"the nodes of rank {here} and rank {there} hold snapshots of different runs. Remove {ranks.memory.path} "
+            f"the nodes of rank {here} and rank {there} hold snapshots of different runs. Remove {ranks.memory} "
             "on the node whose run this is not."
         )
     found: dict[tuple[int, str], Found] = {}

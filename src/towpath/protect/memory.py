@@ -110,6 +110,10 @@ class NodeMemory:
         self.path = path
         self._alive: int | None = None
 
+    def __str__(self) -> str:
+        """Return the folder as all nodes can say it: where their memory is may differ."""
+        return f"{self.path.parent.name}/{self.path.name} in {_DEFAULT} or ${VARIABLE}"
+
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
