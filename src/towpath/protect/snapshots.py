@@ -110,7 +110,7 @@ class Snapshots:
         self._awaited = threading.Event()  # whether training waits for the snapshot
         self._step = self._began = 0
         self.sent_bytes = 0  # so far, to the buddy
-        self._heals = state.snapshot is not None
+        self._heals = self._lacks_copies = state.snapshot is not None  # a new node keeps no copies for its buddy yet
         state.add_saver(self)
         for engine in self._engines:
             engine.has_snapshots = True
@@ -163,8 +163,8 @@ class Snapshots:
                 )
         if step >= self._began + self._protect.delay:
             self.wait()
-        if step % self._protect.interval == 0:
-            self._began = step
+        if step % self._protect.interval == 0 or self._lacks_copies:
+            self._began, self._lacks_copies = step, False
             self._begin(step)
             if self._protect.delay == 0:
                 self.wait()
