@@ -71,9 +71,12 @@ def _wait() -> None:
     if sys.argv[3] == "handle":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, handle)
+    woken, wakes = os.pipe()  # a signal just before a system call would wait for the next one
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
     print(os.getpid(), flush=True)
     while True:
-        signal.pause()
+        os.read(woken, 1)
 
 
 command.main = act

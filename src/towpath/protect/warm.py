@@ -140,10 +140,17 @@ def _follow(connection: socket.socket, rank: int, mask: Iterable[int]) -> NoRetu
         if number == signal.SIGTSTP:
             os.kill(os.getpid(), signal.SIGSTOP)
 
+    # Python calls a handler between two of its instructions. A signal just before a system call would wait for the next
+    # one, so it also writes to this pipe.
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     for number in _FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    while connection not in select.select([connection, woken], [], [])[0]:
+        os.read(woken, 1)
     status = b""
     with suppress(OSError):
         status = connection.recv(_MESSAGE_BYTES)
