@@ -81,7 +81,9 @@ class AllRanks:
     def combine(self, work: Callable[[], Value], then: Callable[[list[Value]], Combined]) -> Combined:
         """Call `work` on every rank, and `then` on rank 0 with all results. Return its result on every rank."""
         mine, error = self._attempt(work)
-        answers = [_unpacked(each) for each in self.groups.collect_objects(_packed((mine, _kind_and_text(error))))]
+        answers = [
+            self._unpacked(each) for each in self.groups.collect_objects(self._packed((mine, _kind_and_text(error))))
+        ]
         outcome: Any = None
         if answers:
             failed = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
@@ -91,7 +93,7 @@ class AllRanks:
                 found, error = self._attempt(lambda: then([value for value, _ in answers]))
                 outcome = found, _kind_and_text(error)
         try:
-            found, failure = _unpacked(self.groups.broadcast_object(_packed(outcome)))
+            found, failure = self._unpacked(self.groups.broadcast_object(self._packed(outcome)))
             if failure is not None:
                 kind, text = failure
                 raise kind(text) from error
@@ -113,6 +115,14 @@ class AllRanks:
         """Return on every rank the result of `work` on rank 0."""
         return self.combine(lambda: None, lambda _: work())
 
+    # Lists of tensors, as in a manifest, take a tenth of their bytes. Slow links carry them beside the training.
+
+    def _packed(self, value: Any) -> Any:
+        return value if self.groups.parent is None else zlib.compress(pickle.dumps(value), 1)
+
+    def _unpacked(self, packed: Any) -> Any:
+        return packed if self.groups.parent is None else pickle.loads(zlib.decompress(packed))
+
     def _attempt(self, work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
         try:
             return work(), None
@@ -130,15 +140,6 @@ class AllRanks:
         texts = {self.groups.members[rank]: failed[rank][1] for rank in order}
         is_everywhere = len(texts) == self.groups.world and len({*texts.values()}) == 1
         return common, next(iter(texts.values())) if is_everywhere else _message(self.call, texts)
-
-
-def _packed(value: Any) -> bytes:
-    # Lists of tensors, as in a manifest, take a tenth of their bytes. Slow links carry them beside the training.
-    return zlib.compress(pickle.dumps(value), 1)
-
-
-def _unpacked(octets: bytes) -> Any:
-    return pickle.loads(zlib.decompress(octets))
 
 
 def _kind_and_text(error: Exception | None) -> tuple[type[Exception], str] | None:
