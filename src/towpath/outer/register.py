@@ -56,7 +56,8 @@ class Register:
 
     Args:
         number: The number of the island that holds it.
-        state: What islands know of the run: `next_number`, `next_block`, `step`, and `last`, the last outcome.
+        state: What islands know of the run: `next_number`, `next_block`, `step`, `patience`, and `last`, the last
+            outcome.
         expected: Islands of the register before, which have to come to this one: their addresses, by number.
         silence: Seconds after which an island that sends nothing is lost.
         late: Seconds that an island may be late at an exchange, at least.
@@ -75,7 +76,8 @@ class Register:
         self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
         self.has_begun = False  # whether the holder's own island has arrived
         self._said: list[str] = []
-        self._late = late
+        # Seconds that an island may be late at an exchange: twice as long as the last period took, and at least `late`.
+        self._late, self._patience = late, max(late, state.get("patience", 0.0))
         self._began: dict[int, float] = {}  # when each fragment was exchanged last
         self._view: tuple[int, ...] = ()  # the members of the last exchange
         self._views = 0
@@ -102,12 +104,12 @@ class Register:
         if member is None:
             return
         member.heard = now
-        if "ping" in message:
-            if member.told or not member.admitted:  # it waits, and must know that this one is there
-                self.answers.append((number, {"pong": True}))
-            return
-        member.told, member.since = message, now
-        self._settle(now)
+        if "ping" not in message:
+            member.told, member.since = message, now
+            member.donor = message.get("donor", member.donor)
+            self._settle(now)
+        elif member.told or not member.admitted:  # it waits, and must know that this one is there
+            self.answers.append((number, {"pong": True}))
 
     def leave(self, number: int, why: str, now: float) -> None:
         """Remove an island. The others go on without it."""
@@ -119,9 +121,6 @@ class Register:
         if gone is not None and gone.admitted:
             left = len(self._those_there) + len(self.expected)
             self._said.append(f"island {number} of {left + 1} left after step {self._step}: {why}; {left} go on")
-        for member in list(self.members.values()):
-            if member.donor == number and member.told.get("ready") and member.key is None and not member.told["blocks"]:
-                self._dismiss(member.number, f"island {number} ended while it sent its weights")
 
     def _dismiss(self, number: int, why: str) -> None:
         text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
@@ -133,23 +132,18 @@ class Register:
         for member in [*self.members.values(), *self.expected.values()]:
             if now - member.heard > self.silence:
                 self._dismiss(member.number, f"nothing was heard of it for {self.silence:.0f} s")
-        waiting = [m for m in self._those_there if m.told]
-        limit = self._limit(waiting)
-        if waiting and now - min(m.since for m in waiting) > limit:
-            keys = [m.key for m in waiting if m.key is not None]
+        # Newcomers are ready for any exchange. Nobody is late for them.
+        waiting = [(m.key, m.since) for m in self._those_there if m.key is not None]
+        if waiting and now - min(since for _, since in waiting) > self._patience:
+            first = min(key for key, _ in waiting)
             for member in self._those_there:
-                if not member.told or (member.key is not None and member.key != min(keys)):
-                    self._dismiss(member.number, f"the others waited {limit:.0f} s for it")
+                if not member.told or member.key not in (None, first):
+                    self._dismiss(member.number, f"the others waited {self._patience:.0f} s for it")
         self._settle(now)
 
     @property
     def _those_there(self) -> list[Member]:
         return [m for _, m in sorted(self.members.items()) if m.admitted]
-
-    def _limit(self, waiting: list[Member]) -> float:
-        """Return for how many seconds a late island is awaited: by what the last period took, and at least `late`."""
-        begun = [self._began[m.key[1]] for m in waiting if m.key is not None and m.key[1] in self._began]
-        return max([self._late, *(2 * (m.since - b) for b in begun for m in waiting)])
 
     def _note_last(self, last: Any) -> None:
         if last is not None:
@@ -162,6 +156,10 @@ class Register:
 
     def _settle(self, now: float) -> None:
         """Answer if no island has to be awaited."""
+        for member in list(self.members.values()):
+            awaits_weights = member.told.get("blocks") == 0 and member.key is None
+            if awaits_weights and member.donor not in self.members.keys() | self.expected.keys():
+                self._dismiss(member.number, f"island {member.donor} ended while it sent its weights")
         there = self._those_there
         # After a change of the holder, an island may wait for an outcome that another one knows.
         for member in there:
@@ -204,7 +202,10 @@ class Register:
         key = trained[0].key
         assert key is not None
         self._step = key[0]
-        self._began[key[1]] = now
+        if key[2] == 0:  # the first try at this step
+            if key[1] in self._began:
+                self._patience = max(self._late, 2 * (now - self._began[key[1]]))
+            self._began[key[1]] = now
         numbers = tuple(m.number for m in members)
         if numbers != self._view:
             self._view, self._views = numbers, self._views + 1
@@ -229,7 +230,12 @@ class Register:
             "view": f"{self.number}.{self._views}",
             "trained": [m.number for m in trained],
             "holder": self.number,
-            "state": {"next_number": self.next_number, "next_block": self.next_block, "step": self._step},
+            "state": {
+                "next_number": self.next_number,
+                "next_block": self.next_block,
+                "step": self._step,
+                "patience": self._patience,
+            },
             "donors": [[m.donor, m.number] for m in newcomers],
         }
         said = self._take_said()
