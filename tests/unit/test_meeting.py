@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
 import threading
 from collections.abc import Generator
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,7 +165,7 @@ def newcomer_that_waits() -> Register:
 
 def test_nobody_is_late_for_a_newcomer() -> None:
     found = newcomer_that_waits()
-    for now in range(1000, 2900, 20):
+    for now in range(1000, 4000, 20):
         for number in (0, 1):
             found.hear(number, {"ping": True}, now)
         found.tick(now)
@@ -209,7 +209,7 @@ def seat() -> Generator[Seat]:
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("127.0.0.1", 0))  # bound, and not listening: the seat listens there
             made = Seat(f"127.0.0.1:{held.getsockname()[1]}", {"every": "4"}, 1, 3600.0, 3600.0, 60.0)
-            with closing(made):
+            with contextlib.closing(made):
                 assert made.join(3, print) == (0, True)
                 yield made
 
@@ -223,7 +223,11 @@ def test_an_island_says_that_it_is_there_while_it_trains(seat: Seat, monkeypatch
     found = listener_of(seat).register
     assert found is not None
     pings = threading.Semaphore(0)
-    monkeypatch.setattr(found, "hear", lambda *_: pings.release())
+
+    def hear(number: int, message: Any, now: float) -> None:
+        pings.release()
+
+    monkeypatch.setattr(found, "hear", hear)
     assert all(pings.acquire(timeout=30.0) for _ in range(3))
 
 
@@ -239,7 +243,8 @@ def test_an_island_says_that_it_is_there_while_it_trains(seat: Seat, monkeypatch
     ],
     ids=["http", "list", "nested", "no facts", "no run", "endless"],
 )
-def test_another_program_that_connects_is_sent_away(seat: Seat, sent: bytes) -> None:
+def test_another_program_that_connects_is_sent_away(seat: Seat, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 3600.0)  # at once, and not because it says nothing
     port = listener_of(seat).port
     with socket.create_connection(("127.0.0.1", port), 30.0) as stranger:
         try:
@@ -247,7 +252,7 @@ def test_another_program_that_connects_is_sent_away(seat: Seat, sent: bytes) -> 
             assert stranger.recv(1) == b""
         except ConnectionError:
             pass
-    with closing(Wire.to(f"127.0.0.1:{port}")) as wire:  # the run goes on
+    with contextlib.closing(Wire.to(f"127.0.0.1:{port}")) as wire:  # the run goes on
         assert wire.ask({"hello": True, "facts": {"every": "8"}}) == {
             "refused": "every is 8 here, and 4 on the islands of the run."
         }
@@ -259,21 +264,29 @@ def test_another_program_that_says_nothing_is_sent_away(seat: Seat, monkeypatch:
         assert stranger.recv(1) == b""
 
 
-@pytest.mark.parametrize("named", ["nowhere", "a..b:1", "127.0.0.1:99999", 5])
-def test_an_address_that_is_none_is_not_followed(seat: Seat, named: Any) -> None:
+NOWHERE = [{"at": "nowhere"}, {"at": "a..b:1"}, {"at": "127.0.0.1:99999"}, {"at": 5}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(json.dumps(each).encode(), each) for each in NOWHERE]
+    + [(b"HTTP/1.1 400 Bad Request", {}), (b"[1]", {}), (b"[" * 100_000, {}), (b"\xff" * (1 << 21), {})],
+    ids=["no port", "no host", "no such port", "no text", "http", "list", "nested", "endless"],
+)
+def test_another_program_at_an_address_is_not_followed(seat: Seat, sent: bytes, answer: Any) -> None:
+    def serve() -> None:
+        with contextlib.suppress(ConnectionError), server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(sent + b"\n")
+            accepted.recv(1)
+
+    seat.leave()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        other = threading.Thread(target=lambda: answer_one(server, {"at": named}))
+        other = threading.Thread(target=serve)
         other.start()
-        seat.leave()
         come_to = seat._come_to  # pyright: ignore[reportPrivateUsage]
-        assert come_to(f"127.0.0.1:{server.getsockname()[1]}") == {"at": named}
+        assert come_to(f"127.0.0.1:{server.getsockname()[1]}") == answer
         other.join()
-
-
-def answer_one(server: socket.socket, answer: Any) -> None:
-    with server.accept()[0] as accepted:
-        accepted.recv(1 << 16)
-        accepted.sendall(json.dumps(answer).encode() + b"\n")
 
 
 # --- holders that end at any moment -----------------------------------------------------------------------------------

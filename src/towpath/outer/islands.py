@@ -51,7 +51,7 @@ from towpath.outer.meeting import Seat
 from towpath.outer.register import Key, Message, key_of
 from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
 from towpath.topology.between_jobs import group_between_jobs, open_store
-from towpath.topology.groups import Groups, rendezvous_address
+from towpath.topology.groups import rendezvous_address
 from towpath.topology.together import AllRanks
 from towpath.version import __version__
 
@@ -103,11 +103,7 @@ class IslandSync(OuterSync):
     def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         super().__init__(plan, units, comm)
         self._units = units
-        self._inside = comm.groups
-        if comm.groups.world > 1:  # the thread of the exchanges uses it
-            everyone = (tuple(range(comm.groups.world)),)
-            made = comm.groups.of(everyone, "islands", "gloo", timeout=_INSIDE)
-            self._inside = Groups(made, comm.groups.first)
+        self._inside = comm.groups.apart("islands", _INSIDE)  # the thread of the exchanges uses it
         self._on_rank_0 = AllRanks(self._inside, "meeting the other islands", StepError).on_rank_0
         self.facts = _facts(plan, units, comm)  # what must be the same on all islands; callers may add some
         self.say: Callable[[str], object] = _LOG.warning
@@ -129,10 +125,6 @@ class IslandSync(OuterSync):
         self._idle.set()
 
     # Coming -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_met(self) -> bool:
-        return self.island is not None
 
     def meet(self, step: int) -> int:
         """Join the other islands, or begin a run after optimizer step `step`. Return the step to go on after."""
@@ -160,6 +152,7 @@ class IslandSync(OuterSync):
                 self._say(f"joining failed, and begins anew: {error}")
                 self._on_rank_0(lambda: self._seat and self._seat.leave("it could not join"))
                 time.sleep(1)
+        self.has_met = True
         return step
 
     def _catch_up(self) -> int:
@@ -234,7 +227,6 @@ class IslandSync(OuterSync):
             digest = _combined(self._inside.all_gather_objects(int(self._exchanges[key[1]].digest[0])))
         go = self._ask({"ready": True, "digest": digest} | ready)
         key = key_of(go["go"] if "go" in go else go["outcome"])
-        assert key is not None
         step, fragment, _ = key
         outcome = self._ask(self._take_part(key, go)) if "go" in go else go
         applied = outcome["applied"]

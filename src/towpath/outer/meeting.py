@@ -221,7 +221,7 @@ class Listener:
         number = hello["number"]
         if number is not None and (_name(hello["run"]) != _name(self.run) or number in self._wires):
             return {"unknown": True}
-        if number is not None and number not in self.register.expected and number != self.register.number:
+        if number is not None and number not in self.register.expected:
             return {"end": "the other islands went on without this one. Start it again, and it joins them."}
         host = wire.peer
         if host.startswith(_LOCAL):  # islands elsewhere reach this machine at the host that they came to
@@ -241,7 +241,7 @@ class Listener:
                     wire.send(answer)
                 if "end" in answer:
                     del self._wires[number]
-        if register.has_begun and register.number not in register.members:
+        if register.number not in register.members.keys() | register.expected.keys():
             # This island has left. The others notice by their connections that another one holds the register next.
             self.register, self.run = None, ""
             for wire in self._wires.values():
@@ -331,7 +331,7 @@ class Seat:
             is_first = listener.place <= min(each.get("wait", len(self._meet) - 1) for each in found)
             if is_first and waited > _ALONE_SECONDS:
                 self._state = {"next_number": 1, "next_block": next_block}
-                register = Register(0, self._state, {}, self._silence, self._late, time.monotonic())
+                register = Register(0, self._state, {0: ""}, self._silence, self._late, time.monotonic())
                 self._hold(register, uuid.uuid4().hex)
                 return 0, True
             if waited > self._wait:
