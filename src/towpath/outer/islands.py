@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -117,7 +118,8 @@ class IslandSync(OuterSync):
         self._workspace = Workspace(WireBuffers(torch.device("cpu")))
         self._view = ""  # of the group that is connected
         self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
-        self._last: dict[int, tuple[Key, bool]] = {}  # the last exchange of each fragment, and whether it counts
+        self._last: dict[int, Key] = {}  # the last exchange of each fragment
+        self._void: set[int] = set()  # the fragments whose last exchange was dropped
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
         self._donations: list[tuple[int, Message, int]] = []  # the fragment after whose result a newcomer begins
@@ -158,9 +160,7 @@ class IslandSync(OuterSync):
     def _catch_up(self) -> int:
         """Take the slow weights of another island, and what changes them meanwhile. Return the step to go on after."""
         outer, message = self.plan.settings, self._ask({})
-        if "donation" not in message:
-            raise StepError(f"got {message} in place of slow weights.")
-        donor = message["donation"]
+        donor: int = message["donation"]
         # The sender begins when it has applied a result. The holder tells if it ends.
         connect = partial(self._group, message, f"newcomer {self.number}", 1, 2, _INSIDE)
         arriving = _receive(self._state_of_now(), connect)
@@ -172,18 +172,16 @@ class IslandSync(OuterSync):
                 raise StepError(f"the slow weights of island {donor} did not arrive: {problem}")
             wanted = 1 + _PERIODS_AHEAD if all(ended for ended, _ in found) else 0
             key, blocks = self._exchange({"key": None, "weight": 0, "blocks": wanted, "donor": donor})
-            if self._last[key[1]][1]:
+            if key[1] not in self._void:
                 results.append((key, [part.difference.clone() for part in self._exchanges[key[1]].parts]))
             if blocks:  # they are given at the end of a period
                 break
         step = key[0]
         for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
             target.copy_(tensor)
-        pending: dict[int, tuple[int, list[Tensor]]] = {}  # results that the others have not applied yet
-        for (begun, fragment, _), means in results:
-            if begun + outer.delay > step:
-                pending[fragment] = begun, means
-                continue
+        # The others have not applied the last results yet.
+        pending = {key: means for key, means in results if key[0] + outer.delay > step}
+        for (_, fragment, _), means in results[: len(results) - len(pending)]:
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 step_slow_weights(part.slow, part.momentum, mean.to(part.slow.device), outer, 1)
         for exchange in self._exchanges:
@@ -191,11 +189,11 @@ class IslandSync(OuterSync):
                 part.wait_for_readers()
                 part.values.copy_(part.slow)
             self._write(exchange)
-        for fragment, (_, means) in pending.items():
+        for (_, fragment, _), means in pending.items():
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 part.difference.copy_(mean)
         self._since = dict.fromkeys(range(len(self._exchanges)), step)
-        self.resume(step, {fragment: begun for fragment, (begun, _) in pending.items()})
+        self.resume(step, {fragment: begun for begun, fragment, _ in pending})
         return step
 
     def _state_of_now(self) -> list[Tensor]:
@@ -208,7 +206,7 @@ class IslandSync(OuterSync):
     def _work(self, task: Task) -> Work:
         """Return what exchanges a fragment, in the place of the transfers of a job with several islands."""
         step, fragment, every = self.steps.done, task.unit, self.plan.settings.every
-        (last, _, tries), _ = self._last.get(fragment, ((-1, fragment, 0), True))
+        last, _, tries = self._last.get(fragment, (-1, fragment, 0))
         key = step, fragment, tries + 1 if last == step else 0
         weight = step - self._since.get(fragment, step - every)
         if key[2] or fragment not in self.plan.settings.begun_at(step):
@@ -229,11 +227,12 @@ class IslandSync(OuterSync):
         key = key_of(go["go"] if "go" in go else go["outcome"])
         step, fragment, _ = key
         outcome = self._ask(self._take_part(key, go)) if "go" in go else go
-        applied = outcome["applied"]
-        self._last[fragment] = key, applied
-        if applied:
+        self._last[fragment] = key
+        if outcome["applied"]:
             self._since[fragment] = step
+            self._void.discard(fragment)
         else:
+            self._void.add(fragment)
             self._disconnect()
             self.dropped += 1
             self._say(
@@ -295,22 +294,19 @@ class IslandSync(OuterSync):
 
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried until it counts."""
-        while action.average and not self._last[action.fragment][1]:
+        while action.average and action.fragment in self._void:
             self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
-        if self._last[action.fragment][1]:
+        if action.fragment not in self._void:
             super().apply(action)
         self._donate(action.fragment)
 
     def wait(self) -> None:
         """Wait for all exchanges under way, and forget those that were dropped."""
         super().wait()
-        for fragment in [f for f in self.steps.under_way if not self._last[f][1]]:
+        for fragment in self._void & self.steps.under_way.keys():
             del self.steps.under_way[fragment]
             self._donate(fragment)
-
-    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
-        super().resume(done, under_way)
-        self._last |= {fragment: ((begun, fragment, 0), True) for fragment, begun in under_way.items()}
+        self._void.clear()
 
     # Groups -----------------------------------------------------------------------------------------------------------
 
@@ -350,7 +346,7 @@ class IslandSync(OuterSync):
 
     def _send(self, tensors: Sequence[Tensor], go: Message, newcomer: int) -> None:
         # If it fails, the newcomer has ended, or comes again.
-        with suppress(RuntimeError, OSError):
+        with suppress(RuntimeError, ValueError, OSError):
             group = self._group(go, f"newcomer {newcomer}", 0, 2)
             for chunk in (chunk for tensor in (*tensors, _digest(tensors)) for chunk in tensor.split(_CHUNK)):
                 self._idle.wait()  # exchanges go first
@@ -388,7 +384,7 @@ def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[li
             if not torch.equal(digest, _digest(tensors)):
                 raise RuntimeError("what arrived has another digest.")
             arriving.set_result(tensors)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # of any kind, because the newcomer waits for it
             arriving.set_exception(error)
 
     start_daemon("towpath-newcomer", receive)
@@ -397,21 +393,17 @@ def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[li
 
 def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[str, str]:
     """Return what must be the same on all islands, by name."""
+    places = [place for unit in units for bucket in unit.buckets for place in bucket.layout.places]
+    model = "\n".join(f"{place.names[0]} {tuple(place.shape)} {place.parameter.dtype}" for place in places)
+    facts = {
+        "the version of towpath": __version__,
+        "the digest of the model's parameters": hashlib.sha256(model.encode()).hexdigest()[:16],
+        "the type of the device": comm.device.type,
+    }
     strategy = replace(plan.strategy, outer=replace(plan.settings, meet=""))
-    facts, section = {"the version of towpath": __version__}, ""
-    for line in strategy.to_toml().splitlines():
-        section = line.strip("[]") if line.startswith("[") else section
-        name, equals, value = line.partition(" = ")
-        if equals:
-            facts[f"{section}.{name}" if section else name] = value
-    lines = [
-        f"{place.names[0]} {tuple(place.shape)} {place.parameter.dtype}"
-        for unit in units
-        for bucket in unit.buckets
-        for place in bucket.layout.places
-    ]
-    facts["the digest of the model's parameters"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    facts["the type of the device"] = comm.device.type
+    for name, value in tomllib.loads(strategy.to_toml()).items():
+        table = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        facts |= {key: str(each) for key, each in table.items()}
     return facts
 
 

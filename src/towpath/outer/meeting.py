@@ -110,14 +110,14 @@ class Listener:
     Args:
         meet: The addresses at which newcomers look for a run.
         facts: What must be the same on all islands, by name.
+        ends: When it is set, the threads end.
     """
 
-    def __init__(self, meet: Sequence[str], facts: Mapping[str, str]) -> None:
-        self._meet, self._facts = meet, facts
+    def __init__(self, meet: Sequence[str], facts: Mapping[str, str], ends: threading.Event) -> None:
+        self._meet, self._facts, self._ends = meet, facts, ends
         self._select = selectors.DefaultSelector()
         self._wires: dict[int, Wire] = {}  # of islands, by number
         self._lock = threading.Lock()
-        self._ends = threading.Event()
         self.register: Register | None = None
         self.run = ""  # the name of the run that this island is in
         self.holder = ""  # the address of its holder, if that is another island
@@ -125,35 +125,27 @@ class Listener:
         # The first address of `meet` that is this machine's and free, if any is. It is the one that newcomers find.
         self.place, self.port = len(meet), 0
         self.listen()
-        start_daemon("towpath-islands", self._serve, self.close)
-        start_daemon("towpath-islands-look", self._look, self.close)
+        start_daemon("towpath-islands", self._serve, ends.set)
+        start_daemon("towpath-islands-look", self._look, ends.set)
 
     def listen(self) -> None:
         """Listen at the first address of `meet` that is free here, or else anywhere."""
-        for place, address in enumerate(self._meet[: self.place]):
+        anywhere = () if self.port else (":0",)
+        for place, address in enumerate((*self._meet[: self.place], *anywhere)):
             host, port = parsed(address)
             with suppress(OSError):
                 socket.create_server((host, 0)).close()  # raises unless the address is this machine's
-                self._listen_at(port)
-                self.place = place
-                return
-        if not self.port:
-            self._listen_at(0)
-
-    def _listen_at(self, port: int) -> None:
-        server = socket.create_server(("", port), backlog=64)
-        server.setblocking(False)
-        self._select.register(server, selectors.EVENT_READ)
-        self.port = server.getsockname()[1]
+                server = socket.create_server(("", port), backlog=64)
+                server.setblocking(False)
+                self._select.register(server, selectors.EVENT_READ)
+                self.place, self.port = place, server.getsockname()[1]
+                break
 
     def hold(self, register: Register, run: str) -> None:
         """Hold the register of a run from now on."""
         self.listen()
         with self._lock:
             self.register, self.run = register, run
-
-    def close(self) -> None:
-        self._ends.set()
 
     # The threads ------------------------------------------------------------------------------------------------------
 
@@ -302,10 +294,10 @@ class Seat:
         self._store = store
         self._meet = [address.strip() for address in meet.split(",")]
         self._facts, self._silence, self._late, self._wait = dict(facts), silence, late, wait
-        self._listener = Listener(self._meet, self._facts)
         self._wire: Wire | None = None
         self._lock = threading.RLock()
         self._ends = threading.Event()
+        self._listener = Listener(self._meet, self._facts, self._ends)
         self._number = -1
         self._last: Message = {}  # the GO of the last exchange
         self._state: Message = {"next_number": 0, "next_block": 0}
@@ -320,7 +312,9 @@ class Seat:
         Args:
             next_block: The first block of samples that islands of a new run are given.
         """
-        began, listener, said = time.monotonic(), self._listener, False
+        began, listener = time.monotonic(), self._listener
+        if listener.place == len(self._meet):
+            say(f"looking for an island at {', '.join(self._meet)}")
         while True:
             known = (listener.invited, *self._last.get("addresses", {}).values(), *self._meet)
             found = [self._come_to(address) for address in known]
@@ -340,9 +334,6 @@ class Seat:
                     "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
                     "address of this machine, too."
                 )
-            if listener.place == len(self._meet) and not said:
-                say(f"waiting for an island at {', '.join(self._meet)}")
-                said = True
             time.sleep(_PAUSE_SECONDS)
             listener.listen()  # an address may be free by now
 
@@ -389,7 +380,6 @@ class Seat:
         """Leave for good."""
         self._ends.set()
         self.leave()
-        self._listener.close()
 
     # Asking -----------------------------------------------------------------------------------------------------------
 

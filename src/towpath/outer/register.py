@@ -68,7 +68,7 @@ class Register:
         self, number: int, state: Message, expected: Mapping[int, str], silence: float, late: float, now: float
     ) -> None:
         self.number, self.silence = number, silence
-        self._state = {"step": 0, "patience": late, "last": None} | state
+        self._state: Message = {"step": 0, "patience": late, "last": None} | state
         self.members: dict[int, Member] = {}
         self.expected = {n: Member(n, address, 0, now) for n, address in expected.items()}
         self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
@@ -115,10 +115,8 @@ class Register:
     def _remove(self, number: int, why: str) -> None:
         gone = self.members.pop(number, None) or self.expected.pop(number, None)
         if gone is not None and gone.admitted:
-            left = len(self._those_there) + len(self.expected)
-            self._said.append(
-                f"island {number} of {left + 1} left after step {self._state['step']}: {why}; {left} go on"
-            )
+            left, step = len(self._those_there) + len(self.expected), self._state["step"]
+            self._said.append(f"island {number} of {left + 1} left after step {step}: {why}; {left} go on")
 
     def _dismiss(self, number: int, why: str) -> None:
         text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
