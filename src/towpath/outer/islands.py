@@ -107,7 +107,7 @@ class IslandSync(OuterSync):
         self._inside = comm.groups.apart("islands", _INSIDE)  # the thread of the exchanges uses it
         self._on_rank_0 = AllRanks(self._inside, "meeting the other islands", StepError).on_rank_0
         self.facts = _facts(plan, units, comm)  # what must be the same on all islands; callers may add some
-        self.say: Callable[[str], object] = _LOG.warning
+        self.say: Callable[[str], object] = _LOG.warning if self._inside.rank == 0 else _LOG.debug
         self.island: Island | None = None  # once this rank has met the others
         self.number = -1
         self.next_block = 0  # the first period's worth of data that no island reads
@@ -122,7 +122,8 @@ class IslandSync(OuterSync):
         self._void: set[int] = set()  # the fragments whose last exchange was dropped
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
-        self._donations: list[tuple[int, Message, int]] = []  # the fragment after whose result a newcomer begins
+        # The newcomers that take the slow weights of this island after the next result of a fragment.
+        self._donations: dict[int, list[tuple[Message, int]]] = {}
         self._idle = threading.Event()
         self._idle.set()
 
@@ -151,7 +152,7 @@ class IslandSync(OuterSync):
                     step = self._catch_up()
                 self.island = Island(self.number, step, is_first, every, self._blocks)
             except StepError as error:  # the island that sent its weights has ended, or the holder
-                self._say(f"joining failed, and begins anew: {error}")
+                self.say(f"joining failed, and begins anew: {error}")
                 self._on_rank_0(lambda: self._seat and self._seat.leave("it could not join"))
                 time.sleep(1)
         self.has_met = True
@@ -235,7 +236,7 @@ class IslandSync(OuterSync):
             self._void.add(fragment)
             self._disconnect()
             self.dropped += 1
-            self._say(
+            self.say(
                 f"the exchange of fragment {fragment} after step {step} was dropped, and the next one has these steps, "
                 f"too: {outcome['why']}"
             )
@@ -244,10 +245,11 @@ class IslandSync(OuterSync):
     def _take_part(self, key: Key, go: Message) -> Message:
         """Take part in an exchange that begins. Return the vote of this island."""
         for text in go["said"]:
-            self._say(text)
+            self.say(text)
         self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
         self._take_blocks(key[0], go["blocks"])
-        self._donations += [(key[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
+        mine = [(go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
+        self._donations.setdefault(key[1], []).extend(mine)
         exchange, sums, problem = self._exchanges[key[1]], 0, ""
         self._idle.clear()
         try:
@@ -339,10 +341,9 @@ class IslandSync(OuterSync):
 
     def _donate(self, fragment: int) -> None:
         """Send the slow weights of now to the newcomers that the exchange of a fragment has admitted."""
-        for _, go, newcomer in [each for each in self._donations if each[0] == fragment]:
+        for go, newcomer in self._donations.pop(fragment, ()):
             copies = [tensor.to("cpu", copy=True) for tensor in self._state_of_now()]
             start_daemon("towpath-donor", partial(self._send, copies, go, newcomer))
-        self._donations = [each for each in self._donations if each[0] != fragment]
 
     def _send(self, tensors: Sequence[Tensor], go: Message, newcomer: int) -> None:
         # If it fails, the newcomer has ended, or comes again.
@@ -365,10 +366,6 @@ class IslandSync(OuterSync):
             return answer
 
         return self._on_rank_0(ask)
-
-    def _say(self, text: str) -> None:
-        if self._inside.rank == 0:
-            self.say(text)
 
 
 def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[list[Tensor]]:

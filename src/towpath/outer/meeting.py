@@ -415,9 +415,7 @@ class Seat:
     def _ping(self) -> None:
         """Say now and then that this island is there. If that fails, the holder has ended."""
         while not self._ends.wait(_PING_SECONDS):
-            with self._lock:
-                wire = self._wire
-            if wire is not None:
+            if (wire := self._wire) is not None:
                 try:
                     wire.send({"ping": True})
                 except OSError:

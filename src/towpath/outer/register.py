@@ -168,9 +168,6 @@ class Register:
             self._decide([m for m in there if m.key == voted[0].key])
         elif len(keys) == 1:
             self._go(there, now)
-        elif not keys:
-            for member in there:
-                self._answer(member, {"end": "all islands that train have ended. Start this one again."})
 
     def _decide(self, members: list[Member]) -> None:
         """Send the outcome of an exchange. One that is still READY for it has not got the GO of a holder that ended."""
@@ -216,9 +213,10 @@ class Register:
         newcomers = [m for m in self.members.values() if not m.admitted]
         for i, member in enumerate(newcomers):
             member.donor = trained[-1 - i % len(trained)].number
-        common = {"addresses": {m.number: m.address for m in members}, "port": self.members[self.number].port}
-        go = common | {
+        go = {
             "go": key,
+            "addresses": {m.number: m.address for m in members},
+            "port": self.members[self.number].port,
             "members": numbers,
             "weights": [m.told["weight"] for m in members],
             "view": f"{self.number}.{self._views}",
@@ -231,7 +229,7 @@ class Register:
         for member in members:
             self._answer(member, go | {"blocks": list(blocks[member.number]), "said": said})
         for member in newcomers:
-            self.answers.append((member.number, common | {"donation": member.donor}))
+            self.answers.append((member.number, go | {"donation": member.donor}))
 
     def _end_those_that_differ(self, trained: list[Member]) -> bool:
         """End islands whose slow weights differ from those of most, and all if no value has most. Return if any do."""
