@@ -164,6 +164,7 @@ def _receive_at_once(*args: Any) -> Any:
 def _without_delays() -> None:
     """Let this island begin a run soon, and join in the second exchange after it has come."""
     meeting._ALONE_SECONDS, meeting._LOOK_SECONDS = 0.3, 0.1  # pyright: ignore[reportPrivateUsage]
+    meeting._PING_SECONDS = 0.1  # pyright: ignore[reportPrivateUsage]
     islands._receive = _receive_at_once  # pyright: ignore[reportPrivateUsage]
 
 
@@ -471,11 +472,11 @@ def _join(outer: Outer, damages: bool = False) -> Any:
     """Begin with another island. The first one damages the slow weights that it sends first."""
     run = _Training(outer, "zero3")
     towpath.meet_islands(run.model)
-    pair, damaged = run.sync._pair, list[bool]()
+    make, damaged = run.sync._group, list[bool]()
 
-    def damage_once(*args: Any) -> Any:
-        group = pair(*args)
-        if damaged:
+    def damage_once(go: Any, name: str, *args: Any) -> Any:
+        group = make(go, name, *args)
+        if damaged or not name.startswith("newcomer"):
             return group
         damaged.append(True)
 
@@ -485,7 +486,7 @@ def _join(outer: Outer, damages: bool = False) -> Any:
         return SimpleNamespace(send=send)
 
     if damages and run.sync.island.is_first:
-        run.sync._pair = damage_once
+        run.sync._group = damage_once
     run.gather(2)
     run.train(0, EVERY)
     return run.sync.number, run.content(), run.said, run.sync.dropped

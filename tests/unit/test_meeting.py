@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
+import socket
+import threading
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from towpath.outer import meeting
+from towpath.outer.meeting import Listener, Seat, Wire
 from towpath.outer.register import Key, Register
 
 SILENCE, LATE = 30.0, 60.0
@@ -140,6 +147,146 @@ def test_a_newcomer_watches_until_it_has_the_slow_weights_and_then_gets_data_of_
         found.hear(0, vote((step, 0, 0)), 1.0)
         found.hear(1, vote((step, 0, 0)), 1.0)
         answers(found)
+
+
+def newcomer_that_waits() -> Register:
+    """Island 0 trains, after an exchange that took 1,000 s. Island 1 waits for the next one, to watch it."""
+    found = register()
+    come(found, 0)
+    for now in (0.0, 1000.0):
+        if now:
+            come(found, None, now)
+        found.hear(0, ready((int(now), 0, 0)), now)
+        found.hear(0, vote((int(now), 0, 0)), now)
+    found.hear(1, ready(None, 0, None) | {"donor": 0}, 1000.0)
+    answers(found)
+    return found
+
+
+def test_nobody_is_late_for_a_newcomer() -> None:
+    found = newcomer_that_waits()
+    for now in range(1000, 4000, 20):
+        for number in (0, 1):
+            found.hear(number, {"ping": True}, now)
+        found.tick(now)
+    assert found.members.keys() == {0, 1} and set(answers(found)) == {1}
+
+
+def test_a_new_holder_waits_as_long_for_late_islands_as_the_one_before() -> None:
+    found = newcomer_that_waits()
+    found.hear(0, ready((2000, 0, 0)), 2000.0)
+    found = register(1, **answers(found)[1]["state"])
+    for number in (1, 2):
+        come(found, number, 2000.0)
+    found.hear(1, ready((3000, 0, 0)), 3000.0)
+    for now, there in ((4999.0, {1, 2}), (5001.0, {1})):
+        for number in (1, 2):
+            found.hear(number, {"ping": True}, now)
+        found.tick(now)
+        assert found.members.keys() == there
+
+
+def test_a_newcomer_whose_sender_ended_with_the_holder_is_told_so() -> None:
+    """The new holder does not know who sends. The newcomer does."""
+    found = register(2, last=((4, 0, 0), True))
+    for number in (2, 3):
+        come(found, number)
+    found.hear(3, ready(None, 0, None) | {"donor": 0}, 1.0)
+    assert "island 0 ended while it sent its weights" in answers(found)[3]["end"]
+    assert found.members.keys() == {2}
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seat() -> Generator[Seat]:
+    """The seat of an island that has begun a run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_ALONE_SECONDS", 0.0)
+        patch.setattr(meeting, "_PING_SECONDS", 0.01)
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))  # bound, and not listening: the seat listens there
+            made = Seat(f"127.0.0.1:{held.getsockname()[1]}", {"every": "4"}, 1, 3600.0, 3600.0, 60.0)
+            with contextlib.closing(made):
+                assert made.join(3, print) == (0, True)
+                yield made
+
+
+def listener_of(seat: Seat) -> Listener:
+    return seat._listener  # pyright: ignore[reportPrivateUsage]
+
+
+def test_an_island_says_that_it_is_there_while_it_trains(seat: Seat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than its holder and it would be silent. Nobody asks, and nothing arrives meanwhile."""
+    found = listener_of(seat).register
+    assert found is not None
+    pings = threading.Semaphore(0)
+
+    def hear(number: int, message: Any, now: float) -> None:
+        pings.release()
+
+    monkeypatch.setattr(found, "hear", hear)
+    assert all(pings.acquire(timeout=30.0) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[1]\n",
+        b"[" * 100_000 + b"\n",
+        b'{"hello": true}\n',
+        b'{"look": 1}\n',
+        b"\xff" * (1 << 21),  # no line
+    ],
+    ids=["http", "list", "nested", "no facts", "no run", "endless"],
+)
+def test_another_program_that_connects_is_sent_away(seat: Seat, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 3600.0)  # at once, and not because it says nothing
+    port = listener_of(seat).port
+    with socket.create_connection(("127.0.0.1", port), 30.0) as stranger:
+        try:
+            stranger.sendall(sent)
+            assert stranger.recv(1) == b""
+        except ConnectionError:
+            pass
+    with contextlib.closing(Wire.to(f"127.0.0.1:{port}")) as wire:  # the run goes on
+        assert wire.ask({"hello": True, "facts": {"every": "8"}}) == {
+            "refused": "every is 8 here, and 4 on the islands of the run."
+        }
+
+
+def test_another_program_that_says_nothing_is_sent_away(seat: Seat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.01)
+    with socket.create_connection(("127.0.0.1", listener_of(seat).port), 30.0) as stranger:
+        assert stranger.recv(1) == b""
+
+
+NOWHERE = [{"at": "nowhere"}, {"at": "a..b:1"}, {"at": "127.0.0.1:99999"}, {"at": 5}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(json.dumps(each).encode(), each) for each in NOWHERE]
+    + [(b"HTTP/1.1 400 Bad Request", {}), (b"[1]", {}), (b"[" * 100_000, {}), (b"\xff" * (1 << 21), {})],
+    ids=["no port", "no host", "no such port", "no text", "http", "list", "nested", "endless"],
+)
+def test_another_program_at_an_address_is_not_followed(seat: Seat, sent: bytes, answer: Any) -> None:
+    def serve() -> None:
+        with contextlib.suppress(ConnectionError), server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(sent + b"\n")
+            accepted.recv(1)
+
+    seat.leave()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = threading.Thread(target=serve)
+        other.start()
+        come_to = seat._come_to  # pyright: ignore[reportPrivateUsage]
+        assert come_to(f"127.0.0.1:{server.getsockname()[1]}") == answer
+        other.join()
 
 
 # --- holders that end at any moment -----------------------------------------------------------------------------------

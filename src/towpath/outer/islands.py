@@ -25,13 +25,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -51,11 +52,11 @@ from towpath.outer.meeting import Seat
 from towpath.outer.register import Key, Message, key_of
 from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
 from towpath.topology.between_jobs import group_between_jobs, open_store
-from towpath.topology.groups import Groups, rendezvous_address
+from towpath.topology.groups import rendezvous_address
+from towpath.topology.together import AllRanks
 from towpath.version import __version__
 
 _LOG = logger("outer")
-Answer = TypeVar("Answer")
 
 # Seconds after which an island is lost of which nothing is heard. Every island says once a second that it is there.
 SILENCE_SECONDS = 30.0
@@ -103,13 +104,10 @@ class IslandSync(OuterSync):
     def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         super().__init__(plan, units, comm)
         self._units = units
-        self._inside = comm.groups
-        if comm.groups.world > 1:  # the thread of the exchanges uses it
-            everyone = (tuple(range(comm.groups.world)),)
-            made = comm.groups.of(everyone, "islands", "gloo", timeout=_INSIDE)
-            self._inside = Groups(made, comm.groups.first)
+        self._inside = comm.groups.apart("islands", _INSIDE)  # the thread of the exchanges uses it
+        self._on_rank_0 = AllRanks(self._inside, "meeting the other islands", StepError).on_rank_0
         self.facts = _facts(plan, units, comm)  # what must be the same on all islands; callers may add some
-        self.say: Callable[[str], object] = _LOG.warning
+        self.say: Callable[[str], object] = _LOG.warning if self._inside.rank == 0 else _LOG.debug
         self.island: Island | None = None  # once this rank has met the others
         self.number = -1
         self.next_block = 0  # the first period's worth of data that no island reads
@@ -120,78 +118,71 @@ class IslandSync(OuterSync):
         self._workspace = Workspace(WireBuffers(torch.device("cpu")))
         self._view = ""  # of the group that is connected
         self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
-        self._outcomes: dict[int, bool] = {}  # whether the last exchange of a fragment counts
+        self._last: dict[int, Key] = {}  # the last exchange of each fragment
+        self._void: set[int] = set()  # the fragments whose last exchange was dropped
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
-        self._tried: tuple[int, dict[int, int]] = 0, {}  # the step, and how often each fragment was exchanged at it
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
-        self._donations: list[tuple[int, Message, int]] = []  # the fragment after whose result a newcomer begins
+        # The newcomers that take the slow weights of this island after the next result of a fragment.
+        self._donations: dict[int, list[tuple[Message, int]]] = {}
         self._idle = threading.Event()
         self._idle.set()
 
     # Coming -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def has_met(self) -> bool:
-        return self.island is not None
-
     def meet(self, step: int) -> int:
         """Join the other islands, or begin a run after optimizer step `step`. Return the step to go on after."""
         self.begin()
-        while True:
-            self.number, is_first = self._together(self._join)
-            if is_first:
-                period = step - step % self.plan.settings.every
-                first, self.next_block = self.next_block, self.next_block + 1 + _PERIODS_AHEAD
-                self._take_blocks(period, range(first, self.next_block))
-                break
-            try:
-                step = self._catch_up()
-                break
-            except StepError as error:  # the island that sent its weights has ended, or the holder
-                self._say(f"joining failed, and begins anew: {error}")
-                self._together(lambda: self._seat and self._seat.leave("it could not join"))
-                time.sleep(1)
-        self.island = Island(self.number, step, is_first, self.plan.settings.every, self._blocks)
-        return step
+        every, seconds = self.plan.settings.every, self._timeout.total_seconds()
 
-    def _join(self) -> tuple[int, bool]:
-        settings, seconds = self.plan.settings, self._timeout.total_seconds()
-        if self._seat is None:
-            wait = self._comm.job.timeout.total_seconds()
-            self._store, port = open_store()
-            self._seat = Seat(settings.meet, self.facts, port, SILENCE_SECONDS, 2 * seconds, wait)
-        # A founder takes the blocks of its first periods.
-        self._seat.join(self.next_block + 1 + _PERIODS_AHEAD, self.say)
-        return self._seat.number, self._seat.founded
+        def join() -> tuple[int, bool]:
+            if self._seat is None:
+                wait = self._comm.job.timeout.total_seconds()
+                self._store, port = open_store()
+                self._seat = Seat(self.plan.settings.meet, self.facts, port, SILENCE_SECONDS, 2 * seconds, wait)
+            # A founder takes the blocks of its first periods.
+            return self._seat.join(self.next_block + 1 + _PERIODS_AHEAD, self.say)
+
+        while self.island is None:
+            self.number, is_first = self._on_rank_0(join)
+            try:
+                if is_first:
+                    first, self.next_block = self.next_block, self.next_block + 1 + _PERIODS_AHEAD
+                    self._take_blocks(step - step % every, range(first, self.next_block))
+                else:
+                    step = self._catch_up()
+                self.island = Island(self.number, step, is_first, every, self._blocks)
+            except StepError as error:  # the island that sent its weights has ended, or the holder
+                self.say(f"joining failed, and begins anew: {error}")
+                self._on_rank_0(lambda: self._seat and self._seat.leave("it could not join"))
+                time.sleep(1)
+        self.has_met = True
+        return step
 
     def _catch_up(self) -> int:
         """Take the slow weights of another island, and what changes them meanwhile. Return the step to go on after."""
-        outer, fragments = self.plan.settings, len(self.plan.fragments)
-        donation = self._ask({})
-        if "donation" not in donation:
-            raise StepError(f"got {donation} in place of slow weights.")
-        arriving = _receive(self._state_of_now(), partial(self._pair, donation, self.number, 1))
+        outer, message = self.plan.settings, self._ask({})
+        donor: int = message["donation"]
+        # The sender begins when it has applied a result. The holder tells if it ends.
+        connect = partial(self._group, message, f"newcomer {self.number}", 1, 2, _INSIDE)
+        arriving = _receive(self._state_of_now(), connect)
         results: list[tuple[Key, list[Tensor]]] = []
         while True:
             ended = arriving.done()
             found = self._inside.all_gather_objects((ended, str(arriving.exception() or "") if ended else ""))
             if problem := next((problem for _, problem in found if problem), ""):
-                raise StepError(f"the slow weights of island {donation['donation']} did not arrive: {problem}")
-            is_complete = all(ended for ended, _ in found)
-            key, blocks = self._exchange(None, 0, 1 + _PERIODS_AHEAD if is_complete else 0)
-            exchange = self._exchanges[key[1]]
-            if self._outcomes[key[1]]:
-                results.append((key, [part.difference.clone() for part in exchange.parts]))
-            if blocks and key[0] % outer.every == 0 and key[1] == fragments - 1:
+                raise StepError(f"the slow weights of island {donor} did not arrive: {problem}")
+            wanted = 1 + _PERIODS_AHEAD if all(ended for ended, _ in found) else 0
+            key, blocks = self._exchange({"key": None, "weight": 0, "blocks": wanted, "donor": donor})
+            if key[1] not in self._void:
+                results.append((key, [part.difference.clone() for part in self._exchanges[key[1]].parts]))
+            if blocks:  # they are given at the end of a period
                 break
         step = key[0]
         for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
             target.copy_(tensor)
-        pending: dict[int, tuple[int, list[Tensor]]] = {}  # results that the others have not applied yet
-        for (begun, fragment, _), means in results:
-            if begun + outer.delay > step:
-                pending[fragment] = begun, means
-                continue
+        # The others have not applied the last results yet.
+        pending = {key: means for key, means in results if key[0] + outer.delay > step}
+        for (_, fragment, _), means in results[: len(results) - len(pending)]:
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 step_slow_weights(part.slow, part.momentum, mean.to(part.slow.device), outer, 1)
         for exchange in self._exchanges:
@@ -199,12 +190,11 @@ class IslandSync(OuterSync):
                 part.wait_for_readers()
                 part.values.copy_(part.slow)
             self._write(exchange)
-        for fragment, (_, means) in pending.items():
+        for (_, fragment, _), means in pending.items():
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 part.difference.copy_(mean)
-        self._since = dict.fromkeys(range(fragments), step)
-        self._tried = step, {fragments - 1: 1}
-        self.resume(step, {fragment: begun for fragment, (begun, _) in pending.items()})
+        self._since = dict.fromkeys(range(len(self._exchanges)), step)
+        self.resume(step, {fragment: begun for begun, fragment, _ in pending})
         return step
 
     def _state_of_now(self) -> list[Tensor]:
@@ -217,63 +207,63 @@ class IslandSync(OuterSync):
     def _work(self, task: Task) -> Work:
         """Return what exchanges a fragment, in the place of the transfers of a job with several islands."""
         step, fragment, every = self.steps.done, task.unit, self.plan.settings.every
-        if self._tried[0] != step:
-            self._tried = step, {}
-        tried = self._tried[1]
-        key = step, fragment, tried.get(fragment, 0)
-        tried[fragment] = key[2] + 1
+        last, _, tries = self._last.get(fragment, (-1, fragment, 0))
+        key = step, fragment, tries + 1 if last == step else 0
         weight = step - self._since.get(fragment, step - every)
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
         ends_period = step % every == 0 and fragment == len(self._exchanges) - 1
         wanted = len(self._missing_blocks(step)) if ends_period else 0
-        return lambda _: self._exchange(key, weight, wanted)
+        return lambda _: self._exchange({"key": key, "weight": weight, "blocks": wanted})
 
-    def _exchange(self, key: Key | None, weight: int, wanted: int) -> tuple[Key, list[int]]:
+    def _exchange(self, ready: Message) -> tuple[Key, list[int]]:
         """Exchange a fragment with those that are there. Without a key, watch the next exchange, with weight 0.
 
         Return the key, and the blocks of data that this island got of those that it wanted.
         """
         digest = None
-        if key is not None:
+        if (key := ready["key"]) is not None:
             digest = _combined(self._inside.all_gather_objects(int(self._exchanges[key[1]].digest[0])))
-        go = self._ask({"ready": True, "key": key, "weight": weight, "digest": digest, "blocks": wanted})
-        blocks: list[int] = go.get("blocks", [])
-        found = key_of(go.get("go", go.get("outcome")))
-        assert found is not None, go
-        exchange = self._exchanges[found[1]]
-        if "go" in go:
-            for text in go["said"]:
-                self._say(text)
-            self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
-            self._take_blocks(found[0], blocks)
-            self._donations += [(found[1], go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
-            sums, problem = 0, ""
-            try:
-                self._idle.clear()
-                self._sum(exchange, found[1], go)
-                sums = sum((2 * i + 1) * int(checksum(part.difference)) for i, part in enumerate(exchange.parts))
-            except (RuntimeError, ValueError, OSError, TowpathError) as error:
-                # PyTorch fails to describe a failure in a group that it has not made itself. The cause is behind that.
-                problem = str(error.__context__ if isinstance(error, ValueError) else error).partition("\n")[0]
-                self._disconnect()  # the others must not wait for this one
-            finally:
-                self._idle.set()
-            all_sums = self._inside.all_gather_objects((sums, problem))
-            why = next((problem for _, problem in all_sums if problem), "")
-            total = _combined([sums for sums, _ in all_sums])
-            go = self._ask({"vote": True, "key": found, "ok": not why, "digest": total, "why": why})
-        self._outcomes[found[1]] = applied = go["applied"]
-        if applied:
-            self._since[found[1]] = found[0]
+        go = self._ask({"ready": True, "digest": digest} | ready)
+        key = key_of(go["go"] if "go" in go else go["outcome"])
+        step, fragment, _ = key
+        outcome = self._ask(self._take_part(key, go)) if "go" in go else go
+        self._last[fragment] = key
+        if outcome["applied"]:
+            self._since[fragment] = step
+            self._void.discard(fragment)
         else:
+            self._void.add(fragment)
             self._disconnect()
             self.dropped += 1
-            self._say(
-                f"the exchange of fragment {found[1]} after step {found[0]} was dropped, and the next one has these "
-                f"steps, too: {go['why']}"
+            self.say(
+                f"the exchange of fragment {fragment} after step {step} was dropped, and the next one has these steps, "
+                f"too: {outcome['why']}"
             )
-        return found, blocks
+        return key, go.get("blocks", [])
+
+    def _take_part(self, key: Key, go: Message) -> Message:
+        """Take part in an exchange that begins. Return the vote of this island."""
+        for text in go["said"]:
+            self.say(text)
+        self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
+        self._take_blocks(key[0], go["blocks"])
+        mine = [(go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
+        self._donations.setdefault(key[1], []).extend(mine)
+        exchange, sums, problem = self._exchanges[key[1]], 0, ""
+        self._idle.clear()
+        try:
+            self._sum(exchange, key[1], go)
+            sums = sum((2 * i + 1) * int(checksum(part.difference)) for i, part in enumerate(exchange.parts))
+        except (RuntimeError, ValueError, OSError, TowpathError) as error:
+            # PyTorch fails to describe a failure in a group that it has not made itself. The cause is behind that.
+            problem = str(error.__context__ if isinstance(error, ValueError) else error).partition("\n")[0]
+            self._disconnect()  # the others must not wait for this one
+        finally:
+            self._idle.set()
+        all_sums = self._inside.all_gather_objects((sums, problem))
+        why = next((problem for _, problem in all_sums if problem), "")
+        return {"vote": True, "key": key, "ok": not why, "digest": _combined([n for n, _ in all_sums]), "why": why}
 
     def _missing_blocks(self, step: int) -> list[int]:
         """Return the periods from a step on for which this island has no data yet, by the steps before them."""
@@ -306,22 +296,19 @@ class IslandSync(OuterSync):
 
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried until it counts."""
-        while action.average and not self._outcomes[action.fragment]:
+        while action.average and action.fragment in self._void:
             self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
-        if self._outcomes[action.fragment]:
+        if action.fragment not in self._void:
             super().apply(action)
         self._donate(action.fragment)
 
     def wait(self) -> None:
         """Wait for all exchanges under way, and forget those that were dropped."""
         super().wait()
-        for fragment in [f for f in self.steps.under_way if not self._outcomes[f]]:
+        for fragment in self._void & self.steps.under_way.keys():
             del self.steps.under_way[fragment]
             self._donate(fragment)
-
-    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
-        super().resume(done, under_way)
-        self._outcomes |= dict.fromkeys(under_way, True)
+        self._void.clear()
 
     # Groups -----------------------------------------------------------------------------------------------------------
 
@@ -329,7 +316,7 @@ class IslandSync(OuterSync):
         """Form the group of this rank's slice in all islands, and bind the transfers to it."""
         self._disconnect()
         count, comm = len(go["members"]), self._comm
-        group = self._group(go, f"{go['view']}/{comm.rank}", mine, count)
+        group = self._group(go, go["view"], mine, count)
         strategy = self.plan.strategy
         settings = replace(self.plan.settings, meet="", islands=count)
         plan = plan_outer(replace(strategy, outer=settings), [unit.plan for unit in self._units], comm.form)
@@ -338,7 +325,7 @@ class IslandSync(OuterSync):
 
         def bound(transfer: Any) -> RankTransfer:
             members = group_rank(transfer, rank, lambda _ranks, _part: group)
-            return RankTransfer([transfer], members, select(transfer, members, cpu), comm.record, _say_nothing)
+            return RankTransfer([transfer], members, select(transfer, members, cpu), comm.record, lambda _: "")
 
         self._sums = [[[bound(t) for t in part.exchange] for part in each.parts] for each in plan.fragments]
         self._view = go["view"]
@@ -347,25 +334,21 @@ class IslandSync(OuterSync):
         """Close the connections to the other islands. Those that wait there for this one then fail."""
         self._view, self._sums = "", []
 
-    def _pair(self, message: Message, newcomer: int, rank: int) -> Any:
-        """Return the group in which a newcomer gets the slow weights from this rank, or this one as a newcomer."""
-        return self._group(message, f"newcomer {newcomer}/{self._comm.rank}", rank, 2)
-
-    def _group(self, message: Message, name: str, rank: int, size: int) -> Any:
-        host, port = message["store"]
-        return group_between_jobs(host, port, name, rank, size, self._timeout)
+    def _group(self, message: Message, name: str, rank: int, size: int, patience: timedelta | None = None) -> Any:
+        """Return a group of the ranks with this one's number in several islands, over the store of the holder."""
+        name = f"{name}/{self._comm.rank}"
+        return group_between_jobs(message["host"], message["port"], name, rank, size, self._timeout, patience)
 
     def _donate(self, fragment: int) -> None:
         """Send the slow weights of now to the newcomers that the exchange of a fragment has admitted."""
-        for _, go, newcomer in [each for each in self._donations if each[0] == fragment]:
+        for go, newcomer in self._donations.pop(fragment, ()):
             copies = [tensor.to("cpu", copy=True) for tensor in self._state_of_now()]
             start_daemon("towpath-donor", partial(self._send, copies, go, newcomer))
-        self._donations = [each for each in self._donations if each[0] != fragment]
 
     def _send(self, tensors: Sequence[Tensor], go: Message, newcomer: int) -> None:
         # If it fails, the newcomer has ended, or comes again.
-        with suppress(RuntimeError, OSError):
-            group = self._pair(go, newcomer, 0)
+        with suppress(RuntimeError, ValueError, OSError):
+            group = self._group(go, f"newcomer {newcomer}", 0, 2)
             for chunk in (chunk for tensor in (*tensors, _digest(tensors)) for chunk in tensor.split(_CHUNK)):
                 self._idle.wait()  # exchanges go first
                 group.send([chunk], 1, 0).wait()
@@ -378,31 +361,11 @@ class IslandSync(OuterSync):
         def ask() -> Message:
             assert self._seat is not None
             answer = self._seat.ask(message)
-            if "port" in answer:
-                host = self._seat.host
-                if host.startswith("127.") and self.plan.strategy.topology.nodes > 1:
-                    host = rendezvous_address().rpartition(":")[0]
-                answer["store"] = [host, answer["port"]]
+            if answer["host"].startswith("127.") and self.plan.strategy.topology.nodes > 1:
+                answer["host"] = rendezvous_address().rpartition(":")[0]
             return answer
 
-        return self._together(ask)
-
-    def _together(self, ask: Callable[[], Answer]) -> Answer:
-        """Return on all ranks what `ask` returns on rank 0, or raise what it raises there."""
-        answer: Any = None
-        if self._inside.rank == 0:
-            try:
-                answer = ask(), None
-            except TowpathError as error:
-                answer = None, error
-        found, error = self._inside.broadcast_object(answer)
-        if error is not None:
-            raise type(error)(str(error))
-        return found
-
-    def _say(self, text: str) -> None:
-        if self._inside.rank == 0:
-            self.say(text)
+        return self._on_rank_0(ask)
 
 
 def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[list[Tensor]]:
@@ -418,7 +381,7 @@ def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[li
             if not torch.equal(digest, _digest(tensors)):
                 raise RuntimeError("what arrived has another digest.")
             arriving.set_result(tensors)
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # of any kind, because the newcomer waits for it
             arriving.set_exception(error)
 
     start_daemon("towpath-newcomer", receive)
@@ -427,21 +390,17 @@ def _receive(targets: Sequence[Tensor], connect: Callable[[], Any]) -> Future[li
 
 def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[str, str]:
     """Return what must be the same on all islands, by name."""
+    places = [place for unit in units for bucket in unit.buckets for place in bucket.layout.places]
+    model = "\n".join(f"{place.names[0]} {tuple(place.shape)} {place.parameter.dtype}" for place in places)
+    facts = {
+        "the version of towpath": __version__,
+        "the digest of the model's parameters": hashlib.sha256(model.encode()).hexdigest()[:16],
+        "the type of the device": comm.device.type,
+    }
     strategy = replace(plan.strategy, outer=replace(plan.settings, meet=""))
-    facts, section = {"the version of towpath": __version__}, ""
-    for line in strategy.to_toml().splitlines():
-        section = line.strip("[]") if line.startswith("[") else section
-        name, equals, value = line.partition(" = ")
-        if equals:
-            facts[f"{section}.{name}" if section else name] = value
-    lines = [
-        f"{place.names[0]} {tuple(place.shape)} {place.parameter.dtype}"
-        for unit in units
-        for bucket in unit.buckets
-        for place in bucket.layout.places
-    ]
-    facts["the digest of the model's parameters"] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    facts["the type of the device"] = comm.device.type
+    for name, value in tomllib.loads(strategy.to_toml()).items():
+        table = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        facts |= {key: str(each) for key, each in table.items()}
     return facts
 
 
@@ -452,7 +411,3 @@ def _digest(tensors: Sequence[Tensor]) -> Tensor:
 def _combined(digests: Sequence[int]) -> int:
     """Return one number for the digests of all ranks of an island."""
     return sum((2 * i + 1) * digest for i, digest in enumerate(digests)) & (1 << 63) - 1
-
-
-def _say_nothing(_: Sequence[int]) -> str:
-    return ""

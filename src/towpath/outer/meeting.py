@@ -22,8 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from functools import partial
-from typing import final
+from typing import Any, final
 
 from towpath.daemons import start_daemon
 from towpath.errors import ConfigError, StepError
@@ -36,6 +35,7 @@ _PAUSE_SECONDS = 0.2
 # How long an island that begins a run looks for one that is there. It is longer than the pauses between two looks.
 _ALONE_SECONDS = 3.0
 _LOOK_SECONDS = 1.0
+_LINE_BYTES = 1 << 20  # at most, since another program may have connected
 _LOCAL = "127."
 
 
@@ -47,42 +47,44 @@ def parsed(address: str) -> tuple[str, int]:
 
 @final
 class Wire:
-    """A connection that carries lines of JSON."""
+    """A connection that carries lines of JSON. Whatever goes wrong with it, or is no message, raises an OSError."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.settimeout(_ANSWER_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.number: int | None = None  # of the island at the other end, once it has one
+        self.here: str = sock.getsockname()[0]  # the host of this end, as the other one reaches it
+        self.peer: str = sock.getpeername()[0]  # the host at the other end
+        self.number = -1  # of the island at the other end, once it has one
+        self.began = time.monotonic()
         self._read: list[Message] = []
         self._rest = b""
         self._sending = threading.Lock()
 
     @staticmethod
     def to(address: str) -> Wire:
-        return Wire(socket.create_connection(parsed(address), _CONNECT_SECONDS))
-
-    @property
-    def peer(self) -> str:
-        """The host at the other end."""
-        return self.sock.getpeername()[0]
-
-    @property
-    def here(self) -> str:
-        """The host of this end, as the other one reaches it."""
-        return self.sock.getsockname()[0]
+        try:
+            return Wire(socket.create_connection(parsed(str(address)), _CONNECT_SECONDS))
+        except (ValueError, OverflowError) as error:  # another program has named it
+            raise ConnectionError(f"{address!r} is no address") from error
 
     def send(self, message: Message) -> None:
         with self._sending:
             self.sock.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[Message]:
-        """Return the messages that one read brings. Raise an OSError if the connection has ended."""
+        """Return the messages that one read brings."""
         found = self.sock.recv(1 << 16)
         if not found:
-            raise ConnectionError("the connection has ended")
+            raise ConnectionError("its connection has ended")
         *lines, self._rest = (self._rest + found).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            messages: list[Any] = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            messages = [None]
+        if len(self._rest) > _LINE_BYTES or not all(isinstance(each, dict) for each in messages):
+            raise ConnectionError("it is another program")
+        return messages
 
     def next(self) -> Message:
         """Wait for the next message, and return it."""
@@ -95,12 +97,6 @@ class Wire:
         self.send(message)
         return self.next()
 
-    def has_ended(self) -> bool:
-        """Return whether the other end has closed the connection."""
-        with suppress(BlockingIOError):
-            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        return False
-
     def close(self) -> None:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -109,15 +105,16 @@ class Wire:
 
 @final
 class Listener:
-    """What listens on rank 0 of an island: it holds the register, or says who does. A thread runs it.
+    """A server on rank 0 of an island: it holds the register, or says who does. Threads run it.
 
     Args:
         meet: The addresses at which newcomers look for a run.
         facts: What must be the same on all islands, by name.
+        ends: When it is set, the threads end.
     """
 
-    def __init__(self, meet: Sequence[str], facts: Mapping[str, str], silence: float, late: float) -> None:
-        self._meet, self._facts, self._silence, self._late = meet, facts, silence, late
+    def __init__(self, meet: Sequence[str], facts: Mapping[str, str], ends: threading.Event) -> None:
+        self._meet, self._facts, self._ends = meet, facts, ends
         self._select = selectors.DefaultSelector()
         self._wires: dict[int, Wire] = {}  # of islands, by number
         self._lock = threading.Lock()
@@ -125,46 +122,35 @@ class Listener:
         self.run = ""  # the name of the run that this island is in
         self.holder = ""  # the address of its holder, if that is another island
         self.invited = ""  # where a run is, which has found this island
-        self._looking: threading.Thread | None = None
-        # The first address of `meet` that is this machine's and free, or -1. It is the one that newcomers find.
-        self.place, self.port = -1, 0
+        # The first address of `meet` that is this machine's and free, if any is. It is the one that newcomers find.
+        self.place, self.port = len(meet), 0
         self.listen()
-        self._ends = False
-        self._thread = start_daemon("towpath-islands", self._serve, self.close)
+        start_daemon("towpath-islands", self._serve, ends.set)
+        start_daemon("towpath-islands-look", self._look, ends.set)
 
     def listen(self) -> None:
         """Listen at the first address of `meet` that is free here, or else anywhere."""
-        if self.place >= 0:
-            return
-        for place, address in enumerate(self._meet):
+        anywhere = () if self.port else (":0",)
+        for place, address in enumerate((*self._meet[: self.place], *anywhere)):
             host, port = parsed(address)
             with suppress(OSError):
                 socket.create_server((host, 0)).close()  # raises unless the address is this machine's
-                self._add(socket.create_server(("", port), backlog=64))
-                self.place, self.port = place, port
-                return
-        if not self.port:
-            anywhere = socket.create_server(("", 0), backlog=64)
-            self._add(anywhere)
-            self.port = anywhere.getsockname()[1]
-
-    def _add(self, server: socket.socket) -> None:
-        server.setblocking(False)
-        self._select.register(server, selectors.EVENT_READ)
+                server = socket.create_server(("", port), backlog=64)
+                server.setblocking(False)
+                self._select.register(server, selectors.EVENT_READ)
+                self.place, self.port = place, server.getsockname()[1]
+                break
 
     def hold(self, register: Register, run: str) -> None:
         """Hold the register of a run from now on."""
+        self.listen()
         with self._lock:
-            self.listen()
             self.register, self.run = register, run
 
-    def close(self) -> None:
-        self._ends = True
-
-    # The thread -------------------------------------------------------------------------------------------------------
+    # The threads ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._ends:
+        while not self._ends.is_set():
             for key, _ in self._select.select(_PAUSE_SECONDS):
                 if key.data is None:
                     with suppress(OSError):
@@ -172,48 +158,45 @@ class Listener:
                         self._select.register(accepted, selectors.EVENT_READ, Wire(accepted))
                 else:
                     self._hear(key.data)
+            now = time.monotonic()
             with self._lock:
+                # Islands say at once what they want. Another program must not keep connections for nothing.
+                for wire in [key.data for key in self._select.get_map().values() if key.data is not None]:
+                    if wire.number < 0 and now - wire.began > _ANSWER_SECONDS:
+                        self._close(wire)
                 if self.register is not None:
-                    self.register.tick(time.monotonic())
+                    self.register.tick(now)
                     self._send_answers()
-            self._look_around()
         for key in list(self._select.get_map().values()):
             key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     def _hear(self, wire: Wire) -> None:
-        try:
-            for message in wire.read():
-                with self._lock:
+        with self._lock:
+            try:
+                for message in wire.read():
                     self._take(wire, message)
-                    self._send_answers()
-        except Exception as error:  # it has ended, or is another program
-            self._forget(wire, "its connection has ended" if isinstance(error, OSError) else repr(error))
+            except Exception as error:  # its connection has ended, or it is another program
+                self._close(wire)
+                if self.register is not None and self._wires.get(wire.number) is wire:
+                    del self._wires[wire.number]
+                    self.register.leave(wire.number, getattr(error, "strerror", "") or str(error), time.monotonic())
+            self._send_answers()
 
-    def _forget(self, wire: Wire, why: str) -> None:
-        with suppress(KeyError, ValueError):
+    def _close(self, wire: Wire) -> None:
+        with suppress(KeyError, ValueError):  # it is closed
             self._select.unregister(wire.sock)
         wire.close()
-        with self._lock:
-            number = wire.number
-            if number is not None and self._wires.get(number) is wire:
-                del self._wires[number]
-                if self.register is not None:
-                    self.register.leave(number, why, time.monotonic())
-                    self._send_answers()
 
     def _take(self, wire: Wire, message: Message) -> None:
         now = time.monotonic()
         if "hello" in message:
             wire.send(self._answer(wire, message, now))
         elif "look" in message:
-            if not self.run:
-                self.invited = message["look"]["at"]
             self._compare(message["look"])
             wire.send(self._self())
-        elif "bye" in message and wire.number is not None and self.register is not None:
-            self._wires.pop(wire.number, None)
-            self.register.leave(wire.number, message["bye"], now)
-        elif wire.number is not None and self.register is not None:
+        elif "bye" in message:
+            raise ConnectionError(message["bye"])
+        elif self.register is not None and self._wires.get(wire.number) is wire:
             self.register.hear(wire.number, message, now)
 
     def _answer(self, wire: Wire, hello: Message, now: float) -> Message:
@@ -227,20 +210,17 @@ class Listener:
             theirs = hello["facts"].get(name)
             if theirs != mine:
                 return {"refused": f"{name} is {theirs} here, and {mine} on the islands of the run."}
-        number = hello.get("number")
+        number = hello["number"]
         if number is not None and (_name(hello["run"]) != _name(self.run) or number in self._wires):
             return {"unknown": True}
-        if number is not None and number not in self.register.expected and number != self.register.number:
+        if number is not None and number not in self.register.expected:
             return {"end": "the other islands went on without this one. Start it again, and it joins them."}
-        host = wire.peer if not wire.peer.startswith(_LOCAL) else self._reachable()
+        host = wire.peer
+        if host.startswith(_LOCAL):  # islands elsewhere reach this machine at the host that they came to
+            host = next((each.here for each in self._wires.values() if not each.here.startswith(_LOCAL)), host)
         wire.number = self.register.arrive(hello, f"{host}:{hello['port']}", now)
         self._wires[wire.number] = wire
-        return {"welcome": wire.number, "run": self.run, "at": f"{wire.here}:{self.port}"}
-
-    def _reachable(self) -> str:
-        """Return the host of this machine as islands elsewhere reach it, if there are any."""
-        hosts = [wire.here for wire in self._wires.values() if not wire.here.startswith(_LOCAL)]
-        return hosts[0] if hosts else "127.0.0.1"
+        return {"welcome": wire.number, "run": self.run}
 
     def _send_answers(self) -> None:
         register = self.register
@@ -248,56 +228,46 @@ class Listener:
             return
         while register.answers:
             number, answer = register.answers.pop(0)
-            wire = self._wires.get(number)
-            if wire is not None:
+            if (wire := self._wires.get(number)) is not None:
                 with suppress(OSError):  # its end is noticed where it is read
                     wire.send(answer)
                 if "end" in answer:
                     del self._wires[number]
-        if register.has_begun and register.number not in register.members:
-            self._stop_holding()
+        if register.number not in register.members.keys() | register.expected.keys():
+            # This island has left. The others notice by their connections that another one holds the register next.
+            self.register, self.run = None, ""
+            for wire in self._wires.values():
+                self._close(wire)
+            self._wires.clear()
 
-    def _stop_holding(self) -> None:
-        """Close the connections of all islands, so that another one holds the register: this one has left."""
-        self.register, self.run = None, ""
-        for wire in self._wires.values():
-            with suppress(KeyError, ValueError):
-                self._select.unregister(wire.sock)
-            wire.close()
-        self._wires.clear()
-
-    def _look_around(self) -> None:
-        """Look at the other addresses of `meet`: for islands that have found no run, and for another half of this."""
-        if self.register is None or (self._looking is not None and self._looking.is_alive()):
-            return
-        others = [address for place, address in enumerate(self._meet) if place != self.place]
-        self._looking = start_daemon("towpath-islands-look", partial(self._look, others))
-
-    def _look(self, addresses: Sequence[str]) -> None:
-        for address in addresses:
-            with suppress(OSError, ValueError, KeyError), closing(Wire.to(address)) as wire:
-                answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
-                with self._lock:
-                    self._compare(answer | {"at": address})
-        time.sleep(_LOOK_SECONDS)
+    def _look(self) -> None:
+        """Look at the addresses of `meet`: for islands that have found no run, and for another half of this one."""
+        while not self._ends.wait(_LOOK_SECONDS):
+            for address in self._meet if self.register is not None else ():
+                with suppress(OSError, KeyError), closing(Wire.to(address)) as wire:
+                    answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
+                    with self._lock:
+                        self._compare(answer | {"at": address})
+                        self._send_answers()
 
     def _self(self) -> Message:
         """Return what tells this run from another one, and which of two halves counts."""
         return {"run": self.run, "facts": self._facts, "size": len(self.register.members) if self.register else 0}
 
     def _compare(self, other: Message) -> None:
-        """End the islands of this register if the other half of the run is larger."""
+        """Note where a run is if this island has none. End the islands of this register if the other half is larger."""
         register, mine = self.register, self._self()
-        if register is None or other["facts"] != self._facts or not other["size"] or not mine["size"]:
+        if not self.run:
+            self.invited = other["at"]
+        elif register is None or other["facts"] != self._facts or other["run"] == self.run:
             return
-        if other["run"] != self.run and (other["size"], other["run"]) > (mine["size"], self.run):
+        elif (other["size"], other["run"]) > (mine["size"], self.run):
             text = (
-                f"{other['size']} islands of another run are at {other['at']}, and {mine['size']} here. Those "
-                "are more, or began later, and count. Start this one again, and it joins them."
+                f"{other['size']} islands of another run are at {other['at']}, and {mine['size']} here. Those are "
+                "more, or began later, and count. Start this one again, and it joins them."
             )
             register.answers += [(number, {"end": text}) for number in register.members]
             register.members.clear()
-            self._send_answers()
 
 
 def _name(run: str) -> str:
@@ -324,52 +294,48 @@ class Seat:
         self._store = store
         self._meet = [address.strip() for address in meet.split(",")]
         self._facts, self._silence, self._late, self._wait = dict(facts), silence, late, wait
-        self._listener = Listener(self._meet, self._facts, silence, late)
         self._wire: Wire | None = None
         self._lock = threading.RLock()
-        self.number = -1
-        self.founded = False  # whether this island has begun the run
+        self._ends = threading.Event()
+        self._listener = Listener(self._meet, self._facts, self._ends)
+        self._number = -1
         self._last: Message = {}  # the GO of the last exchange
         self._state: Message = {"next_number": 0, "next_block": 0}
         self._why = "this island has left the others."
-        self._asks = False  # whether a thread reads the answers
-        self._ends = False
-
-    @property
-    def host(self) -> str:
-        """The host of the holder, as this island reaches it."""
-        assert self._wire is not None
-        return self._wire.peer
+        start_daemon("towpath-islands-ping", self._ping, self.close)
 
     # Coming and going -------------------------------------------------------------------------------------------------
 
-    def join(self, next_block: int, say: Callable[[str], object]) -> None:
-        """Join the run that is there, or begin one. `next_block`: the first block of samples that a new run reads."""
-        began, listener, said = time.monotonic(), self._listener, False
-        known = [*self._last.get("addresses", {}).values(), *self._meet]
+    def join(self, next_block: int, say: Callable[[str], object]) -> tuple[int, bool]:
+        """Join the run that is there, or begin one. Return this island's number, and whether it has begun the run.
+
+        Args:
+            next_block: The first block of samples that islands of a new run are given.
+        """
+        began, listener = time.monotonic(), self._listener
+        if listener.place == len(self._meet):
+            say(f"looking for an island at {', '.join(self._meet)}")
         while True:
-            mine = self._meet[listener.place] if listener.place >= 0 else ""
-            found = [self._come_to(each) for each in (listener.invited, *known) if each not in ("", mine)]
+            known = (listener.invited, *self._last.get("addresses", {}).values(), *self._meet)
+            found = [self._come_to(address) for address in known]
             if self._wire is not None:
-                break
+                return self._number, False
             waited = time.monotonic() - began
             # Of several that have found nobody, the one at the first of the addresses begins.
-            first = min((each["wait"] for each in found if each.get("wait", -1) >= 0), default=len(self._meet))
-            if 0 <= listener.place <= first and waited > _ALONE_SECONDS:
-                self._found(next_block)
-                break
+            is_first = listener.place <= min(each.get("wait", len(self._meet) - 1) for each in found)
+            if is_first and waited > _ALONE_SECONDS:
+                self._state = {"next_number": 1, "next_block": next_block}
+                register = Register(0, self._state, {0: ""}, self._silence, self._late, time.monotonic())
+                self._hold(register, uuid.uuid4().hex)
+                return 0, True
             if waited > self._wait:
                 raise ConfigError(
                     f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this machine has none "
                     "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
                     "address of this machine, too."
                 )
-            if listener.place < 0 and not said:
-                say(f"waiting for an island at {', '.join(self._meet)}")
-                said = True
             time.sleep(_PAUSE_SECONDS)
             listener.listen()  # an address may be free by now
-        start_daemon("towpath-islands-ping", self._ping, self.close)
 
     def _come_to(self, address: str, number: int | None = None) -> Message:
         """Say hello at an address, and follow where it leads. Return the answer. It is empty if there is none."""
@@ -381,36 +347,24 @@ class Seat:
                 wire = Wire.to(address)
             except OSError:
                 break
-            try:
+            with suppress(OSError):
                 answer = wire.ask(hello)
-            except (OSError, ValueError):  # it has ended, or is another program
-                answer = {}
             if "welcome" in answer:
-                self._sit(wire, answer, address)
+                self._number, self._wire = answer["welcome"], wire
+                self._listener.run, self._listener.holder = answer["run"], address
+                wire.sock.settimeout(self._silence)
                 break
             wire.close()
-            if "refused" in answer:
+            if "refused" in answer and number is None:
                 raise ConfigError(f"this island cannot join the run at {address}: {answer['refused']}")
             if answer.get("at", address) == address:
                 break
             address = answer["at"]
         return answer
 
-    def _sit(self, wire: Wire, welcome: Message, address: str) -> None:
-        self.number = welcome["welcome"]
-        self._listener.run, self._listener.holder = welcome["run"], address
-        wire.sock.settimeout(self._silence)
-        self._wire = wire
-
-    def _found(self, next_block: int) -> None:
-        """Begin a run, as its first island."""
-        self.number, self.founded = 0, True
-        self._state = {"next_number": 1, "next_block": next_block}
-        self._hold(Register(0, self._state, {}, self._silence, self._late, time.monotonic()), uuid.uuid4().hex)
-
     def _hold(self, register: Register, run: str) -> None:
         self._listener.hold(register, run)
-        found = self._come_to(f"127.0.0.1:{self._listener.port}", self.number)
+        found = self._come_to(f"127.0.0.1:{self._listener.port}", register.number)
         assert self._wire is not None, found
 
     def leave(self, why: str = "it has ended") -> None:
@@ -424,61 +378,49 @@ class Seat:
 
     def close(self) -> None:
         """Leave for good."""
-        self._ends = True
+        self._ends.set()
         self.leave()
-        self._listener.close()
 
     # Asking -----------------------------------------------------------------------------------------------------------
 
     def ask(self, message: Message) -> Message:
-        """Send READY or VOTE, and return the answer of the holder, whoever that is by then."""
+        """Send READY or VOTE, and return the answer of the holder, whoever that is by then.
+
+        An answer with the port of a store has the host of it, too, as this island reaches it.
+        """
         while True:
             with self._lock:  # another thread may be looking for the next holder
                 wire = self._wire
             if wire is None:
                 raise StepError(self._why)
             try:
-                self._asks = True
                 if message:
                     wire.send(message)
                 # "pong" is but a sign of life.
                 answer = next(each for each in iter(wire.next, None) if "pong" not in each)
-            except (OSError, ValueError):
+            except OSError:
                 self._fail_over(wire)
                 continue
-            finally:
-                self._asks = False
-            self._note(answer)
-            return answer
-
-    def _note(self, answer: Message) -> None:
-        """Keep what this island would need to hold the register."""
-        if "end" in answer:
-            self.leave()
-            raise StepError(answer["end"])
-        if "addresses" in answer:
-            self._last = answer
-            self._state |= answer.get("state", {})
-        if "outcome" in answer:
-            self._state["last"] = [answer["outcome"], answer["applied"]]
+            if "end" in answer:
+                self.leave()
+                raise StepError(answer["end"])
+            # What this island would need to hold the register.
+            if "addresses" in answer:
+                self._last = answer
+                self._state |= answer.get("state", {})
+            if "outcome" in answer:
+                self._state["last"] = [answer["outcome"], answer["applied"]]
+            return answer | {"host": wire.peer}
 
     def _ping(self) -> None:
-        """Say now and then that this island is there, and notice when the holder has ended."""
-        while not self._ends:
-            time.sleep(_PING_SECONDS)
-            with self._lock:
-                wire = self._wire
-            if wire is None:
-                return
-            try:
-                wire.send({"ping": True})
-                if not self._asks and wire.has_ended():
-                    raise ConnectionError
-            except OSError:
+        """Say now and then that this island is there. If that fails, the holder has ended."""
+        while not self._ends.wait(_PING_SECONDS):
+            if (wire := self._wire) is not None:
                 try:
-                    self._fail_over(wire)
-                except StepError as error:  # the next exchange raises it
-                    self._why = str(error)
+                    wire.send({"ping": True})
+                except OSError:
+                    with suppress(StepError):  # the next exchange raises it
+                        self._fail_over(wire)
 
     def _fail_over(self, lost: Wire) -> None:
         """Go on with another holder, or become it. `lost`: the connection that has ended."""
@@ -487,29 +429,32 @@ class Seat:
                 return
             lost.close()
             self._wire = None
-            old, until = self._listener.holder, time.monotonic() + self._silence
+            until = time.monotonic() + self._silence
             known = {int(n): a for n, a in self._last.get("addresses", {}).items()}
             # The next holder is the island with the lowest number that has the slow weights.
             trained = sorted(set(self._last.get("trained", ())) - {self._last.get("holder")})
-            before = [n for n in trained if self.number not in trained or n < self.number]
-            while True:
-                # If the old holder is there, only the connection to it has ended, and it has noticed.
-                answers = [self._come_to(address, self.number) for address in (old, *(known[n] for n in before))]
+            before = [known[n] for n in trained if self._number not in trained or n < self._number]
+            # If the old holder is there, only the connection to it has ended, and it has noticed.
+            asked = [self._listener.holder, *before]
+            while not self._ends.is_set():
+                answers = [self._come_to(address, self._number) for address in asked]
                 if self._wire is not None:
                     return
                 if ends := [answer["end"] for answer in answers if "end" in answer]:
-                    raise StepError(ends[0])
+                    self._why = ends[0]
+                    break
                 # An island that has not noticed yet still names the old holder.
-                if self.number in trained and not any("at" in answer for answer in answers[1:]):
+                if self._number in trained and not any("at" in answer for answer in answers[1:]):
                     now = time.monotonic()
-                    register = Register(self.number, self._state, known, self._silence, self._late, now)
+                    register = Register(self._number, self._state, known, self._silence, self._late, now)
                     register.leave(self._last["holder"], "it held the meeting point, which another one does now", now)
-                    self._hold(register, f"{_name(self._listener.run)} {self.number}")
+                    self._hold(register, f"{_name(self._listener.run)} {self._number}")
                     return
                 if time.monotonic() > until or not trained:
+                    self._why = (
+                        f"this island lost the others: nobody answers at {', '.join(asked)}. One of them would have to "
+                        "hold the meeting point. Start it again, and it looks for them."
+                    )
                     break
-                time.sleep(_PAUSE_SECONDS)
-        raise StepError(
-            f"this island lost the others: nobody answers at {', '.join([old, *(known[n] for n in before)])}. One of "
-            "them would have to hold the meeting point. Start it again, and it looks for them."
-        )
+                self._ends.wait(_PAUSE_SECONDS)
+        raise StepError(self._why)

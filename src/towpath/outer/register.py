@@ -18,7 +18,7 @@ the slow weights, which an island sends them meanwhile (`islands.py`). They are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,12 +43,13 @@ class Member:
     @property
     def key(self) -> Key | None:
         """The exchange that it waits in. None if it is ready for any."""
-        return key_of(self.told.get("key"))
+        written = self.told.get("key")
+        return None if written is None else key_of(written)
 
 
-def key_of(written: Any) -> Key | None:
-    """Return a key as JSON has it."""
-    return None if written is None else (written[0], written[1], written[2])
+def key_of(written: Sequence[int]) -> Key:
+    """Return a key that JSON has as a list."""
+    return written[0], written[1], written[2]
 
 
 class Register:
@@ -56,8 +57,9 @@ class Register:
 
     Args:
         number: The number of the island that holds it.
-        state: What islands know of the run: `next_number`, `next_block`, `step`, and `last`, the last outcome.
-        expected: Islands of the register before, which have to come to this one: their addresses, by number.
+        state: What all islands know of the run: the `next_number` of an island, the `next_block` of data, the last
+            `step`, the last outcome (`last`), and the `patience`: how long a late island is awaited.
+        expected: The islands that have to come before an exchange begins, the holder's own too: addresses, by number.
         silence: Seconds after which an island that sends nothing is lost.
         late: Seconds that an island may be late at an exchange, at least.
     """
@@ -66,20 +68,15 @@ class Register:
         self, number: int, state: Message, expected: Mapping[int, str], silence: float, late: float, now: float
     ) -> None:
         self.number, self.silence = number, silence
-        self.next_number: int = state["next_number"]
-        self.next_block: int = state["next_block"]
-        self._last: tuple[Key, bool] | None = None
-        self._note_last(state.get("last"))
+        self._state: Message = {"step": 0, "patience": late, "last": None} | state
         self.members: dict[int, Member] = {}
         self.expected = {n: Member(n, address, 0, now) for n, address in expected.items()}
         self.answers: list[tuple[int, Message]] = []  # to send, each to the island with this number
-        self.has_begun = False  # whether the holder's own island has arrived
         self._said: list[str] = []
         self._late = late
         self._began: dict[int, float] = {}  # when each fragment was exchanged last
         self._view: tuple[int, ...] = ()  # the members of the last exchange
         self._views = 0
-        self._step: int = state.get("step", 0)
 
     # What islands do --------------------------------------------------------------------------------------------------
 
@@ -87,13 +84,14 @@ class Register:
         """Add an island, and return its number. One that was in the register before has a number already."""
         number = hello.get("number")
         if number is None:
-            number, self.next_number = self.next_number, self.next_number + 1
+            number = self._state["next_number"]
+            self._state["next_number"] += 1
             self.members[number] = Member(number, address, hello["store"], now, admitted=False)
         else:
             self.expected.pop(number, None)
             self.members[number] = Member(number, address, hello["store"], now)
-            self._note_last(hello.get("last"))
-        self.has_begun |= number == self.number
+            if (last := hello["last"]) is not None and (self._last is None or key_of(last[0]) > self._last[0]):
+                self._state["last"] = last
         return number
 
     def hear(self, number: int, message: Message, now: float) -> None:
@@ -102,12 +100,12 @@ class Register:
         if member is None:
             return
         member.heard = now
-        if "ping" in message:
-            if member.told or not member.admitted:  # it waits, and must know that this one is there
-                self.answers.append((number, {"pong": True}))
-            return
-        member.told, member.since = message, now
-        self._settle(now)
+        if "ping" not in message:
+            member.told, member.since = message, now
+            member.donor = message.get("donor", member.donor)
+            self._settle(now)
+        elif member.told or not member.admitted:  # it waits, and must know that this one is there
+            self.answers.append((number, {"pong": True}))
 
     def leave(self, number: int, why: str, now: float) -> None:
         """Remove an island. The others go on without it."""
@@ -117,11 +115,8 @@ class Register:
     def _remove(self, number: int, why: str) -> None:
         gone = self.members.pop(number, None) or self.expected.pop(number, None)
         if gone is not None and gone.admitted:
-            left = len(self._those_there) + len(self.expected)
-            self._said.append(f"island {number} of {left + 1} left after step {self._step}: {why}; {left} go on")
-        for member in list(self.members.values()):
-            if member.donor == number and member.told.get("ready") and member.key is None and not member.told["blocks"]:
-                self._dismiss(member.number, f"island {number} ended while it sent its weights")
+            left, step = len(self._those_there) + len(self.expected), self._state["step"]
+            self._said.append(f"island {number} of {left + 1} left after step {step}: {why}; {left} go on")
 
     def _dismiss(self, number: int, why: str) -> None:
         text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
@@ -133,35 +128,33 @@ class Register:
         for member in [*self.members.values(), *self.expected.values()]:
             if now - member.heard > self.silence:
                 self._dismiss(member.number, f"nothing was heard of it for {self.silence:.0f} s")
-        waiting = [m for m in self._those_there if m.told]
-        limit = self._limit(waiting)
-        if waiting and now - min(m.since for m in waiting) > limit:
-            keys = [m.key for m in waiting if m.key is not None]
+        # Newcomers are ready for any exchange. Nobody is late for them.
+        waiting, patience = [(m.key, m.since) for m in self._those_there if m.key is not None], self._state["patience"]
+        if waiting and now - min(since for _, since in waiting) > patience:
+            first = min(key for key, _ in waiting)
             for member in self._those_there:
-                if not member.told or (member.key is not None and member.key != min(keys)):
-                    self._dismiss(member.number, f"the others waited {limit:.0f} s for it")
+                if not member.told or member.key not in (None, first):
+                    self._dismiss(member.number, f"the others waited {patience:.0f} s for it")
         self._settle(now)
 
     @property
     def _those_there(self) -> list[Member]:
         return [m for _, m in sorted(self.members.items()) if m.admitted]
 
-    def _limit(self, waiting: list[Member]) -> float:
-        """Return for how many seconds a late island is awaited: by what the last period took, and at least `late`."""
-        begun = [self._began[m.key[1]] for m in waiting if m.key is not None and m.key[1] in self._began]
-        return max([self._late, *(2 * (m.since - b) for b in begun for m in waiting)])
-
-    def _note_last(self, last: Any) -> None:
-        if last is not None:
-            found = key_of(last[0])
-            assert found is not None
-            if self._last is None or found > self._last[0]:
-                self._last = found, last[1]
+    @property
+    def _last(self) -> tuple[Key, bool] | None:
+        """The last exchange whose outcome is known, and whether it counts."""
+        last = self._state["last"]
+        return None if last is None else (key_of(last[0]), last[1])
 
     # What follows -----------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
         """Answer if no island has to be awaited."""
+        for member in list(self.members.values()):
+            awaits_weights = member.told.get("blocks") == 0 and member.key is None
+            if awaits_weights and member.donor not in self.members.keys() | self.expected.keys():
+                self._dismiss(member.number, f"island {member.donor} ended while it sent its weights")
         there = self._those_there
         # After a change of the holder, an island may wait for an outcome that another one knows.
         for member in there:
@@ -175,9 +168,6 @@ class Register:
             self._decide([m for m in there if m.key == voted[0].key])
         elif len(keys) == 1:
             self._go(there, now)
-        elif not keys:
-            for member in there:
-                self._answer(member, {"end": "all islands that train have ended. Start this one again."})
 
     def _decide(self, members: list[Member]) -> None:
         """Send the outcome of an exchange. One that is still READY for it has not got the GO of a holder that ended."""
@@ -187,7 +177,7 @@ class Register:
         if not problems and len({m.told["digest"] for m in members}) > 1:
             sums = ", ".join(f"{m.told['digest'] & 0xFFFFFFFF:08x} on island {m.number}" for m in members)
             problems.append(f"different sums: {sums}")
-        self._last = key, not problems
+        self._state["last"] = [key, not problems]
         if problems:
             self._view = ()  # groups whose exchange failed are not used again
         for member in members:
@@ -203,40 +193,43 @@ class Register:
             return
         key = trained[0].key
         assert key is not None
-        self._step = key[0]
-        self._began[key[1]] = now
+        self._state["step"] = key[0]
+        if key[2] == 0:  # the first try at this step
+            if key[1] in self._began:  # twice as long as this period took
+                self._state["patience"] = max(self._late, 2 * (now - self._began[key[1]]))
+            self._began[key[1]] = now
         numbers = tuple(m.number for m in members)
         if numbers != self._view:
             self._view, self._views = numbers, self._views + 1
-        is_boundary = any(m.told.get("blocks") for m in trained)
+        is_boundary = any(m.told["blocks"] for m in trained)
+        blocks: dict[int, range] = {}
         for member in members:
-            if is_boundary and member.key is None and member.told.get("blocks"):
+            first, wanted = self._state["next_block"], member.told["blocks"] if is_boundary else 0
+            blocks[member.number] = range(first, first + wanted)
+            self._state["next_block"] += wanted
+            if wanted and member.key is None:
                 whose = f"with the slow weights of island {member.donor}"
                 self._said.append(f"island {member.number} joined at step {key[0]} {whose}")
         newcomers = [m for m in self.members.values() if not m.admitted]
         for i, member in enumerate(newcomers):
             member.donor = trained[-1 - i % len(trained)].number
-        blocks: dict[int, list[int]] = {}
-        for member in members:
-            count = member.told.get("blocks", 0) if is_boundary else 0
-            blocks[member.number] = list(range(self.next_block, self.next_block + count))
-            self.next_block += count
-        common = {"addresses": {m.number: m.address for m in members}, "port": self.members[self.number].port}
-        go = common | {
+        go = {
             "go": key,
+            "addresses": {m.number: m.address for m in members},
+            "port": self.members[self.number].port,
             "members": numbers,
             "weights": [m.told["weight"] for m in members],
             "view": f"{self.number}.{self._views}",
             "trained": [m.number for m in trained],
             "holder": self.number,
-            "state": {"next_number": self.next_number, "next_block": self.next_block, "step": self._step},
+            "state": dict(self._state),
             "donors": [[m.donor, m.number] for m in newcomers],
         }
-        said = self._take_said()
+        said, self._said = self._said, []
         for member in members:
-            self._answer(member, go | {"blocks": blocks[member.number], "said": said})
+            self._answer(member, go | {"blocks": list(blocks[member.number]), "said": said})
         for member in newcomers:
-            self.answers.append((member.number, common | {"donation": member.donor}))
+            self.answers.append((member.number, go | {"donation": member.donor}))
 
     def _end_those_that_differ(self, trained: list[Member]) -> bool:
         """End islands whose slow weights differ from those of most, and all if no value has most. Return if any do."""
@@ -250,7 +243,3 @@ class Register:
     def _answer(self, member: Member, answer: Message) -> None:
         member.told = {}
         self.answers.append((member.number, answer))
-
-    def _take_said(self) -> list[str]:
-        said, self._said = self._said, []
-        return said

@@ -56,6 +56,7 @@ class OuterSync:
         self._exchanges = [
             FragmentExchange(number, each, plan, units, comm) for number, each in enumerate(plan.fragments)
         ]
+        self.has_met = not plan.settings.meet  # whether the islands know each other, as those of one job do
         self._has_begun = False  # whether the slow weights have values
         # The islands that train, and how many exchanges nobody applied. Both change only if islands come and go.
         self.present, self.dropped = plan.strategy.islands, 0
@@ -120,11 +121,6 @@ class OuterSync:
             gathered.wait(on_host=self.plan.strategy.optimizer_on_host)
         for part in exchange.parts:
             part.written()
-
-    @property
-    def has_met(self) -> bool:
-        """Whether the islands know each other, as those of one job do."""
-        return True
 
     def meet(self, step: int) -> int:
         """Join the other islands after optimizer step `step`, and return the step at which they are."""

@@ -17,7 +17,9 @@ def open_store() -> tuple[Store, int]:
     return store, store.port
 
 
-def group_between_jobs(host: str, port: int, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+def group_between_jobs(
+    host: str, port: int, name: str, rank: int, size: int, timeout: timedelta, patience: timedelta | None = None
+) -> Any:
     """Return a gloo group of ranks that reach the same store, for tensors in host memory.
 
     All of them must call it. It ends when the last reference to it does. Peers that wait for this rank there then fail.
@@ -26,14 +28,15 @@ def group_between_jobs(host: str, port: int, name: str, rank: int, size: int, ti
         host: The host of the store. Gloo listens at the address by which this machine reaches it, because a machine's
             own name may stand for an address that nobody else reaches. `GLOO_SOCKET_IFNAME` comes first.
         name: A name that no other group has.
-        timeout: How long a message waits for a peer.
+        timeout: How long the store, and a message, are awaited.
+        patience: How long a message is awaited, if that is longer.
     """
     store = TCPStore(host, port, is_master=False, timeout=timeout)
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     make = dist.ProcessGroupGloo.create_device
     options._devices = [make(interface=interface) if interface else make(hostname=_address_towards(host))]
-    options._timeout = timeout
+    options._timeout = patience or timeout
     return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
 
 

@@ -130,9 +130,11 @@ class Groups:
         """Return the group of all ranks for tensors in host memory, which do not wait for the device."""
         return self.of((tuple(range(self.world)),), "control", backend="gloo")
 
-    def apart(self, purpose: str) -> Groups:
+    def apart(self, purpose: str, timeout: timedelta | None = None) -> Groups:
         """Return the same ranks with a gloo group for `purpose`, which a thread may use while others send messages."""
-        return Groups(self.of((tuple(range(self.world)),), purpose, "gloo"), self.first) if self.world > 1 else self
+        if self.world == 1:
+            return self
+        return Groups(self.of((tuple(range(self.world)),), purpose, "gloo", timeout=timeout), self.first)
 
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in `group`. Peers that wait for this rank there then fail."""
