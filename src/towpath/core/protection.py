@@ -44,7 +44,7 @@ class Survives(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What protection from a lost node takes. Bytes are those of one node, as the mean of all nodes."""
+    """The cost of protection from a lost node. Bytes are those of one node, as the mean of all nodes."""
 
     job: Topology
     protect: Protect

@@ -83,7 +83,7 @@ class Schedule(SentBytes):
 
     @property
     def protection(self) -> Protection:
-        """What nodes send and keep so that training survives a lost node, if the optimizer is AdamW.
+        """The bytes that nodes send and keep so that training survives a lost node, if the optimizer is AdamW.
 
         Without `protect`, it is what the default would take. `transfers` have none of it.
         """

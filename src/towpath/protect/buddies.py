@@ -1,4 +1,4 @@
-"""What only one node holds is sent to its buddy, as exact differences against the snapshot before.
+"""Send what only one node holds to its buddy, as exact differences against the snapshot before.
 
 A file of a snapshot is sent in chunks. A chunk is one exact message (`codecs/exact`) from the bytes of the last
 snapshot to those of this one. Its checksum and the digest of the old bytes are checked before a byte of the copy

@@ -161,7 +161,7 @@ class NodeMemory:
         return alive is None and self.path.exists()
 
     def _take_away(self) -> None:
-        """Remove the folder. It gets another name first, so nobody sees a part of it."""
+        """Remove the folder. It gets another name first, so no process sees a part of it."""
         gone = self.path.with_name(f"{self.path.name}.removed-{os.getpid()}")
         with suppress(FileNotFoundError):
             self.path.rename(gone)

@@ -193,7 +193,7 @@ class Snapshots:
     def close(self, *, keep: bool) -> None:
         """End, and remove the snapshots unless they are to be kept. Every rank must call it.
 
-        While an error is handled, it keeps them and waits for nobody: this may be a `finally` of one rank alone.
+        While an error is handled, it keeps them and waits for no other rank: this may be a `finally` of one rank alone.
         """
         if sys.exc_info()[0] is None:
             self.wait()

@@ -1,4 +1,4 @@
-"""Where the seconds go from the moment that a lost node is noticed to the next step. No torch."""
+"""The seconds from the moment that a lost node is noticed to the next step, by part. No torch."""
 
 from __future__ import annotations
 

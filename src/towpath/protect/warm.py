@@ -84,7 +84,7 @@ def identity() -> str:
 
 
 def run_warm() -> None:
-    """Run this command in a fork of a warm process, and end as that does. Return if there is none that is alike."""
+    """Run this command in a fork of a warm process, and end as that does. Return if there is none in the same state."""
     is_observed = sys.gettrace() or sys.getprofile()
     if sys.platform != "linux" or _is_fork or is_observed or sys.argv[1:2] != ["train"]:
         return
