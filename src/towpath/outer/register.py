@@ -82,16 +82,14 @@ class Register:
 
     def arrive(self, hello: Message, address: str, now: float) -> int:
         """Add an island, and return its number. One that was in the register before has a number already."""
-        number = hello.get("number")
-        if number is None:
+        number, last = hello["number"], hello["last"]
+        if is_new := number is None:
             number = self._state["next_number"]
             self._state["next_number"] += 1
-            self.members[number] = Member(number, address, hello["store"], now, admitted=False)
-        else:
-            self.expected.pop(number, None)
-            self.members[number] = Member(number, address, hello["store"], now)
-            if (last := hello["last"]) is not None and (self._last is None or key_of(last[0]) > self._last[0]):
-                self._state["last"] = last
+        elif last is not None and (self._last is None or key_of(last[0]) > self._last[0]):
+            self._state["last"] = last
+        self.expected.pop(number, None)
+        self.members[number] = Member(number, address, hello["store"], now, admitted=not is_new)
         return number
 
     def hear(self, number: int, message: Message, now: float) -> None:
