@@ -166,7 +166,12 @@ def test_a_stub_dies_by_the_signal_of_its_rank(served: Node, number: signal.Sign
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_stub_is_the_rank_s(served: Node, number: signal.Signals) -> None:
-    with served.train("wait", "handle") as process:
+    before = signal.signal(number, signal.SIG_DFL)  # nohup lets its children ignore SIGHUP
+    try:
+        process = served.train("wait", "handle")
+    finally:
+        signal.signal(number, before)
+    with process:
         _waiting(process)
         process.send_signal(number)
         assert process.communicate() == (f"{number.name}\n", "") and process.returncode == number
