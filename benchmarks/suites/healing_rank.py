@@ -37,7 +37,7 @@ POINTS: dict[str, tuple[str, ...]] = {
 
 
 class Drill:
-    """What a rank of the drill notes, and where it stops."""
+    """The notes of a rank of the drill, and the places where it stops."""
 
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])

@@ -5,7 +5,7 @@ code 134). It is enough to drop the last reference to a collective or to a tenso
 each collective, when the caller may have gone on. So at exit our threads are told to end, gloo's get the lock until
 they are idle, and both are awaited for a few seconds.
 
-A program that ends in an error may have lost a rank, for which its threads wait in vain. Its peers learn of the error
+A program that ends in an error may have lost a rank, for which its threads would wait. Its peers learn of the error
 when its connections close. So it waits shortly, and then ends at once.
 """
 

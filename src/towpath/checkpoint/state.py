@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -90,7 +90,6 @@ class State:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
-        self._nodes: Sequence[int] | None = None
 
     @property
     def snapshot(self) -> Path | None:
@@ -127,23 +126,23 @@ class State:
         `nodes`: The node of each rank of the job. Each node then writes all slices that its ranks hold. By default,
         those that several ranks hold are written once.
         """
-        self._nodes = nodes
+        mine = partial(self._mine, nodes=nodes)
         model, islands, engines = self.named(), self.local.islands, [*self.local.engines.values()]
         copies, tensors = self.local.writes_copies, model.all()
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
             tensors = islands.trained(tensors)  # the others are equal on all islands, which share one copy
-        found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
+        found = dict(mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.codec_states().items()}
-        found.update(self._mine(own, True))
+        found.update(mine(own, True))
         rng = {"seed": torch.initial_seed(), "peers": len(self.local.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
         if engines:
             values["engine"] = {"step": engines[0].step, "fingerprint": self.local.fingerprint}
         if self.optimizer is not None:
             tensors, owned, values["optimizer"] = collect_optimizer(self.optimizer, model)
-            found.update(self._mine(tensors, copies, owned=owned))
+            found.update(mine(tensors, copies, owned=owned))
         same: dict[str, str] = {}
         of_extras: dict[str, torch.Tensor] = {}
         for name, extra in self.extras.items():
@@ -154,7 +153,7 @@ class State:
             same[f"the state of {name!r}"] = (
                 text if len(text) <= _SHOWN else f"a text of CRC-32 {crc32(text.encode()):x}"
             )
-        found.update(self._mine(of_extras, self.island_rank == 0))
+        found.update(mine(of_extras, self.island_rank == 0))
         if self.config is not None:
             try:  # as in a config.json, which has no tuples, and only strings as keys
                 values["config"] = json.loads(json.dumps(self.config))
@@ -171,7 +170,7 @@ class State:
             values = {name: value for name, value in values.items() if name == "optimizer" and differ}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
-            found |= self._shared_by_islands(islands, model)
+            found |= self._shared_by_islands(islands, model, mine)
             values = islands.renamed(values, self.island_rank)
         return WriteItems(
             pieces=found,
@@ -181,14 +180,16 @@ class State:
             strategy=engines[0].strategy.to_toml() if engines else None,
         )
 
-    def _shared_by_islands(self, islands: IslandState, model: NamedTensors) -> dict[str, TensorChunks]:
+    def _shared_by_islands(
+        self, islands: IslandState, model: NamedTensors, mine: Callable[..., Iterator[tuple[str, TensorChunks]]]
+    ) -> dict[str, TensorChunks]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
-        found = dict(self._mine(equal, self.local.writes_copies))
-        return found | dict(self._mine(dict(islands.tensors(model.names)), False, steady=False))
+        found = dict(mine(equal, self.local.writes_copies))
+        return found | dict(mine(dict(islands.tensors(model.names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
@@ -202,11 +203,13 @@ class State:
         copies: bool,
         steady: bool = True,
         owned: Mapping[str, ShardTensor] = MappingProxyType({}),
+        nodes: Sequence[int] | None = None,
     ) -> Iterator[tuple[str, TensorChunks]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
         `copies`: Whether this rank writes other tensors. `steady`: Whether ShardTensors stay as they are until the
         optimizer's step. `owned`: The parameters of full states, of which the owners in other replicas have the same.
+        `nodes`: As for `collect`.
         """
         for name, tensor in tensors.items():
             _check_storable(name, tensor)
@@ -214,7 +217,7 @@ class State:
             sharded = parameter if parameter is not None else tensor if isinstance(tensor, ShardTensor) else None
             if self._is_written_elsewhere(name, sharded is not None):
                 continue
-            writers, shared_as = _writers(sharded.shard_spec, self._nodes) if sharded is not None else ((), None)
+            writers, shared_as = _writers(sharded.shard_spec, nodes) if sharded is not None else ((), None)
             if isinstance(tensor, ShardTensor):
                 boxes = dict(_share(tensor, number, writers))
             elif copies if parameter is None else _is_turn(parameter.shard_spec, number, writers):

@@ -76,6 +76,11 @@ class WriteItems:
     strategy: str | None = None  # in TOML
 
 
+# What a rank tells before it writes: the step, the bytes of what only its node writes and of the rest, the lines that
+# must be the same on all ranks of its island, and its island.
+Announced = tuple[int, tuple[int, int], list[str], int]
+
+
 class DivergedError(CheckpointError):
     """Ranks that hold the same slices hold other values."""
 
@@ -84,24 +89,32 @@ class DivergedError(CheckpointError):
 Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
+def announced(step: int, items: WriteItems | str) -> Announced:
+    """Return what this rank tells before it writes, or raise why it has nothing to write."""
+    if isinstance(items, str):
+        raise CheckpointError(items)
+    own = sum(box.nbytes for each in items.pieces.values() if each.shared_as is None for box in each.boxes.values())
+    shared = sum(box.nbytes for each in items.pieces.values() for box in each.boxes.values()) - own
+    return step, (own, shared), [f"{what} = {value}" for what, value in items.same.items()], items.island
+
+
+def check_announced(ranks: Sequence[Announced], raises: type[CheckpointError]) -> list[tuple[int, int]]:
+    """Return the sizes that ranks announced, or raise if the step or what must be the same differs."""
+    check_same({rank: [f"step = {step}"] for rank, (step, *_) in enumerate(ranks)}, SAME, raises)
+    for island in {island for *_, island in ranks}:
+        members = {rank: same for rank, (_, _, same, theirs) in enumerate(ranks) if theirs == island}
+        check_same(members, SAME, raises)
+    return [sizes for _, sizes, _, _ in ranks]
+
+
 def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: AllRanks) -> None:
     """Write a checkpoint into `root`. Every rank must call it, with what it writes or why it has nothing to write."""
 
-    def announce() -> tuple[int, list[str], int, list[str]]:
-        if isinstance(items, str):
-            raise CheckpointError(items)
-        needed = sum(box.nbytes for pieces in items.pieces.values() for box in pieces.boxes.values())
-        same = [f"{what} = {value}" for what, value in items.same.items()]
-        return needed, [f"step = {step}"], items.island, same
-
-    def prepare(ranks: list[tuple[int, list[str], int, list[str]]]) -> Path:
-        check_same({rank: given for rank, (_, given, _, _) in enumerate(ranks)}, SAME, RefusedError)
-        for island in {island for _, _, island, _ in ranks}:
-            members = {rank: same for rank, (_, _, theirs, same) in enumerate(ranks) if theirs == island}
-            check_same(members, SAME, RefusedError)
+    def prepare(ranks: list[Announced]) -> Path:
+        sizes = check_announced(ranks, RefusedError)
         with writing(root):
             lock.hold()
-            needed, free = sum(needed for needed, *_ in ranks) + _MARGIN_BYTES, free_bytes(root)
+            needed, free = sum(map(sum, sizes)) + _MARGIN_BYTES, free_bytes(root)
             if needed > free:
                 raise CheckpointError(
                     f"{root}: {free:,} bytes are free, and a checkpoint of step {step} takes {needed:,}. Make room, or "
@@ -125,7 +138,7 @@ def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: A
 
     me = control.groups.rank
     with ExitStack() as stack:
-        partial = control.combine(announce, prepare)
+        partial = control.combine(lambda: announced(step, items), prepare)
         # A rank that does not see the folder writes on its own node, and sends its files to rank 0.
         here = partial if partial.is_dir() else partial.with_name(f"{partial.name}_{me}")
         if here != partial:

@@ -17,7 +17,7 @@ one job with as many islands. When groups are formed anew, codecs begin without 
 A newcomer takes the slow weights and the outer momentum from one island, whose rank r sends them to its rank r while
 training goes on. They are of one moment in the order of exchanges: right after the one that admitted the newcomer. It
 takes part in all later ones, with weight 0, and keeps the results. When everything is there, it applies these in their
-order, and trains on from the next multiple of `every`. It has no step to make up, and nobody waits for it.
+order, and trains on from the next multiple of `every`. It has no step to make up, and no island waits for it.
 """
 
 from __future__ import annotations

@@ -40,14 +40,10 @@ from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, is_due, p
 from towpath.protect.keeper import start_keeper
 from towpath.protect.memory import NodeMemory, memory_of
 from towpath.topology.groups import Groups
-from towpath.topology.together import AllRanks, check_same, described
+from towpath.topology.together import AllRanks, described
 
 _LOG = logger("protect")
 NOTICED = "noticed"  # the note with the time of a loss
-
-# What a rank tells before it writes: the step, the bytes of what only its node has and of the rest, the lines that must
-# be the same on all ranks of its island, and its island.
-Announced = tuple[int, tuple[int, int], list[str], int]
 
 
 class _LostError(CheckpointError):
@@ -239,7 +235,8 @@ class Snapshots:
 
     def _write(self, step: int, items: WriteItems | str) -> None:
         control, memory, base = self._control, self._memory, self._base
-        sizes = control.combine(lambda: _announced(step, items), _checked)
+        announced = control.gather(lambda: storage.announced(step, items))
+        sizes = storage.check_announced(announced, CheckpointError)  # the same on every rank
         control.each(lambda: self._prepare(step, sizes))
         folder = memory.new_partial(step)
         before = None if base is None or self._sends_all else memory.folder_of(base)
@@ -293,20 +290,3 @@ class Snapshots:
             write_manifest(folder, manifest)
             read_manifest(folder)  # it must be possible, and the boxes must be all of each tensor
             self._memory.publish(step)
-
-
-def _announced(step: int, items: WriteItems | str) -> Announced:
-    if isinstance(items, str):
-        raise CheckpointError(items)
-    own = sum(box.nbytes for each in items.pieces.values() if each.shared_as is None for box in each.boxes.values())
-    shared = sum(box.nbytes for each in items.pieces.values() for box in each.boxes.values()) - own
-    return step, (own, shared), [f"{what} = {value}" for what, value in items.same.items()], items.island
-
-
-def _checked(ranks: list[Announced]) -> list[tuple[int, int]]:
-    """Return the sizes that ranks announced, after checks that they agree."""
-    check_same({rank: [f"step = {step}"] for rank, (step, *_) in enumerate(ranks)}, storage.SAME, CheckpointError)
-    for island in {island for *_, island in ranks}:
-        members = {rank: same for rank, (_, _, same, theirs) in enumerate(ranks) if theirs == island}
-        check_same(members, storage.SAME, CheckpointError)
-    return [sizes for _, sizes, _, _ in ranks]
