@@ -138,7 +138,7 @@ def test_shapes_and_rates_agree_with_the_printed_mfu() -> None:
     checked = [run for run in RUNS if run.printed_mfu and not run.source.id.startswith("fms-fsdp")]
     assert len(checked) >= 110
     for run in checked:
-        embedded = run.source.id != "aws-torchtitan-2025-03"  # its N has no embedding
+        embedded = run.source.id not in ("aws-torchtitan-2025-03", "nebius-poc")  # their N has no embedding
         mfu = run.tokens_per_second_per_gpu * _flops(run.model, run.sequence, embedded) / run.cluster.bf16_flops
         assert mfu == pytest.approx(run.printed_mfu, rel=0.01), run.id
 
