@@ -150,16 +150,8 @@ class HealingRun:
                 self.expect(ended == dict.fromkeys(range(TOPOLOGY.nodes), 0), f"the launchers ended with {ended}", job)
 
     def _options(self, lab: Lab) -> list[str]:
-        from towpath.train.data import prepare
-
-        tokens, file = self.folder / "tokens", self.folder / "drill.toml"
-        corpus = self.folder / "corpus"
-        words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
-        corpus.write_text(" ".join(words))
-        prepare([str(corpus)], tokens)
-        file.write_text("")
-        options = [str(file), *MODELS[self.case.model], f"data.tokens={tokens}", f"strategy.name={self.case.strategy}"]
-        options += [f"train.steps={STEPS}", "train.batch=12", "train.micro_batch=1", "train.threads=1"]
+        options = [*data_options(self.folder, self.case.model), f"strategy.name={self.case.strategy}"]
+        options += [f"train.steps={STEPS}"]
         if self.case.keeps == "folder":
             return [*options, f"log.folder={self.folder / 'run'}", f"checkpoint.every={EVERY}"]
         return [*options, f"log.folder={lab.disk / 'run'}", f"strategy.protect={EVERY}"]
@@ -210,6 +202,19 @@ class HealingRun:
         """Return the lines of the product's table of seconds."""
         texts = [path.read_text(errors="replace") for path in sorted((self.folder / "output").glob("node*.txt"))]
         return [line.strip() for text in texts for line in text.splitlines() if "healed: " in line]
+
+
+def data_options(folder: Path, model: str) -> list[str]:
+    """Prepare a text in `folder`. Return the arguments of `towpath train` for a model that learns it."""
+    from towpath.train.data import prepare
+
+    tokens, file, corpus = folder / "tokens", folder / "drill.toml", folder / "corpus"
+    words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
+    corpus.write_text(" ".join(words))
+    prepare([str(corpus)], tokens)
+    file.write_text("")
+    batches = ("train.batch=12", "train.micro_batch=1", "train.threads=1")
+    return [str(file), *MODELS[model], f"data.tokens={tokens}", *batches]
 
 
 def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
