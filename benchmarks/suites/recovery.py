@@ -8,6 +8,7 @@ and once the nodes hold a new snapshot, they lose something, one loss after anot
     node     one node with its network, processes, memory and disk. It is rebuilt, empty, and its torchrun started, so
              torchrun and its ranks are fresh processes
     ranks    the ranks of one node. Memory and keepers stay, so all ranks fork from a warm process
+    fewer    one node as above, but the training goes on with two nodes, and the rebuilt one joins later
 
 The seconds after noticing, and their parts, are those that the training logs. A rank notices when its process ends.
 """
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness.candidates import CaseError
 from benchmarks.harness.figures import Check
@@ -38,9 +39,10 @@ from lab.links import address
 
 CABLE = "1gbit"
 LOSSES = 10
-MOST_SECONDS = {"node": 20.0, "ranks": 10.0}  # the median, after noticing
+MOST_SECONDS = {"node": 20.0, "ranks": 10.0, "fewer": None}  # the median, after noticing
 MOST_TO_NOTICE = 5.0  # seconds
 _STEPS_BETWEEN = range(EVERY + 2, 2 * EVERY + 2)  # from a healing to the next loss: a snapshot is complete meanwhile
+T = TypeVar("T")
 _HEALED = re.compile(r"healed: the next step came ([\d.]+) s after a loss was noticed \((.*)\)")
 
 
@@ -67,8 +69,10 @@ class RecoveryCase:
         ):
             options = [*data_options(Path(folder), model), f"strategy.name={self.strategy}", "train.steps=1000000"]
             options += [f"log.folder={lab.disk / 'run'}", f"strategy.protect={EVERY}"]
-            run = RecoveryRun(lab, lab.elastic(["-m", "towpath", "train", *options], Path(folder, "output")))
-            with run.job:
+            fewest = TOPOLOGY.nodes - 1 if self.lost == "fewer" else None
+            job = lab.elastic(["-m", "towpath", "train", *options], Path(folder, "output"), fewest=fewest)
+            run = RecoveryRun(lab, job)
+            with job:
                 found = list(run.losses(self.lost, losses, random.Random(self.name), settings.say))
         after = [sum(each["parts"].values()) for each in found]
         checks = [
@@ -87,7 +91,8 @@ class RecoveryRun:
 
     def __init__(self, lab: Lab, job: ElasticRun) -> None:
         self.job = job
-        self._lab = lab
+        self._lab, self._known = lab, [0] * TOPOLOGY.nodes
+        self._away: int | None = None  # a node whose torchrun is not started yet
 
     def losses(
         self, what: str, count: int, dice: random.Random, say: Callable[[str], None]
@@ -97,41 +102,57 @@ class RecoveryRun:
             self.job.start(node)
         self._wait("the first step", lambda: self._step() > 0)
         for number in range(count):
+            self._wait("all nodes", lambda: all(map(self._ranks, range(TOPOLOGY.nodes))))
             first, node = self._step(), dice.randrange(TOPOLOGY.nodes)
             until = first + dice.choice(_STEPS_BETWEEN)
             self._wait(f"step {until}", lambda until=until: self._step() >= until)
             time.sleep(dice.random() * 2)  # anywhere in a step or two
             step, lost_at = self._step(), time.monotonic()
-            if what == "node":
+            if what != "ranks":
+                self._away = node
                 self._lab.destroy(node)
                 self._lab.rebuild(node)
-                self.job.start(node)
-            else:
+            if what == "node":
+                self._come_back()
+            if what == "ranks":
                 for pid in self._ranks(node):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            self._wait("healing", lambda number=number: len(self._healed()) > number)
-            total, (seconds, parts) = time.monotonic() - lost_at, self._healed()[-1]
+            seconds, parts = self._wait("healing", self._healing)
+            total = time.monotonic() - lost_at
             say(
                 f"loss {number + 1} of {count}: {what} {node}, step {step}: {total:.1f} s, {seconds:.1f} after noticing"
             )
+            if what == "fewer":
+                self._come_back()
             yield {"node": node, "step": step, "noticing": round(max(0.0, total - seconds), 2), "parts": parts}
 
-    def _healed(self) -> list[tuple[float, dict[str, float]]]:
-        """Return what rank 0 logged, which is always on node 0."""
-        found = _HEALED.findall(self.job.output(0))
-        return [
-            (float(total), {p.rpartition(" ")[0]: float(p.rpartition(" ")[2]) for p in parts.split(", ")})
-            for total, parts in found
-        ]
+    def _come_back(self) -> None:
+        assert self._away is not None
+        self.job.start(self._away)
+        self._away = None
+
+    def _healing(self) -> tuple[float, dict[str, float]] | None:
+        """Return what rank 0 logged since the last call, on whichever node: the seconds to the next step, by part."""
+        for node, known in enumerate(self._known):
+            found = _HEALED.findall(self.job.output(node))
+            if len(found) > known:
+                self._known[node] = len(found)
+                total, parts = found[-1]
+                each = (part.rpartition(" ") for part in parts.split(", "))
+                return float(total), {part: float(seconds) for part, _, seconds in each}
+        return None
 
     def _step(self) -> int:
-        """Return the newest step that rank 0 noted on its disk."""
+        """Return the newest step that rank 0 noted, on the disk of its node."""
+        return max(map(self._step_on, range(TOPOLOGY.nodes)))
+
+    def _step_on(self, node: int) -> int:
         try:
-            [launcher] = self._launchers(0)
+            [launcher] = self._launchers(node)
             lines = Path(f"/proc/{launcher}/root{self._lab.disk}/run/metrics.jsonl").read_text().splitlines()
             return max((json.loads(line)["step"] for line in lines[-5:]), default=0)
-        except (ValueError, OSError):  # there is no launcher or file yet, or a line is being written
+        except (ValueError, OSError):  # there is no launcher or file, or a line is being written
             return 0
 
     def _launchers(self, node: int) -> list[int]:
@@ -141,13 +162,15 @@ class RecoveryRun:
         launchers = self._launchers(node)
         return [pid for pid, _ in _commands() if _parent(pid) in launchers]
 
-    def _wait(self, what: str, is_so: Callable[[], bool]) -> None:
+    def _wait(self, what: str, found: Callable[[], T | None]) -> T:
+        """Return what `found` returns, once it is true."""
         until = time.monotonic() + PATIENCE_SECONDS
-        while not is_so():
-            ended = self.job.ended(0.05)
+        while not (value := found()):
+            ended = {node: code for node, code in self.job.ended(0.05).items() if node != self._away}
             if ended or time.monotonic() > until:
                 tails = "\n".join(f"node {node}: …{self.job.output(node)[-1500:]}" for node in range(TOPOLOGY.nodes))
                 raise CaseError(f"{tails}\nno {what}: the launchers ended with {ended}")
+        return value
 
 
 def _commands() -> Iterator[tuple[int, list[str]]]:
