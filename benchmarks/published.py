@@ -22,6 +22,7 @@ CHOICES = {
     "checkpointing": ("none", "selective", "full"),
     "synchronizes": ("each", "last", "unknown"),
     "trains": ("all", "lora"),
+    "states": ("bf16", "fp32"),
     "unit": ("tokens/s/GPU", "tokens/s", "samples/s", "MFU"),
 }
 
@@ -117,6 +118,7 @@ class Run:
     synchronizes: str = "each"  # which micro-batches reduce gradients
     optimizer: str = "adamw"
     trains: str = "all"
+    states: str = "fp32"  # the type of the parameters and of the optimizer's states
     variant: str = ""  # what else tells the run from others of the same settings
     memory_gib: float | None = None  # the peak that the source printed
     printed_mfu: float | None = None
