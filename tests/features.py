@@ -106,6 +106,7 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features metrics
-            names output package plots public published forecasts session stopping train_command train_models typing
+            forecasts names output package papers plots public published session stopping train_command train_models
+            typing
         """,
 )

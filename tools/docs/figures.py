@@ -53,12 +53,6 @@ _LAB = {
     ("ablations", "group sizes"): [
         ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6 ²", "mics group=2x4", "mics"),
     ],
-    ("ablations", "implementation"): [
-        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned ³", "1.54 ²", "deepspeed tuned stage=3", "zero3")
-    ],
-    ("ablations", "implementation, slow cables"): [
-        ("", "the same, slower links ³", "–", "deepspeed tuned stage=3", "zero3"),
-    ],
     ("ablations", "small units, mics"): [
         ("MiCS, section 4", "small messages sent together / apart", "–", f"mics{_APART}", "mics"),
     ],

@@ -51,7 +51,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **draw_systems.TABLES,
     **draw_what_has_run.TABLES,
     **reference_tables.TABLES,
-    papers.COUNTS: lambda: papers.counts(PAPERS.read_text(encoding="utf-8")),
+    **papers.TABLES,
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,
