@@ -160,6 +160,11 @@ PAGES: Mapping[str, Page] = {
         "python -m benchmarks quality_pipeline",
         "One process emulates the ranks: it has their stages, encoders and low-rank sums, and leaves out the network.",
     ),
+    "propagation": Page(
+        "Lazy error propagation",
+        "What error propagation between pipeline stages does to gradients of frozen weights and to training.",
+        "python -m benchmarks propagation",
+    ),
     "collectives": Page(
         "Collectives",
         "Seconds of one collective on each route, against the flat route.",
@@ -626,6 +631,11 @@ def _sections(suite: str) -> Iterable[str]:
         from benchmarks.suites import quality_pipeline
 
         yield from quality_pipeline.sections()
+        return
+    if suite == "propagation":
+        from benchmarks.suites import propagation_page
+
+        yield from propagation_page.sections()
         return
     if suite == "outer_quality":
         from benchmarks.suites import outer_quality
