@@ -72,8 +72,8 @@ class Pairing:
 class FrozenPipeline:
     """What variants of the messages change in the gradients of all stages but the last, which has exact ones.
 
-    `variants` has the compression of each, and the class of its links. The errors of the variant `paired` are paired
-    with activations.
+    `variants` has the compression of each, and the class of its links. The errors of those in `paired` are paired with
+    activations.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class FrozenPipeline:
         sizes: Sizes,
         copies: int,
         variants: Mapping[str, tuple[Compression, type[Link]]],
-        paired: str = "",
+        paired: Sequence[str] = (),
     ) -> None:
-        self.stages, self.sizes, self.copies, self._paired = stages, sizes, copies, paired
+        self.stages, self.sizes, self.copies = stages, sizes, copies
         dtype = next(stages[0].parameters()).dtype
         self._links = {
             name: links(sizes, compression, len(stages), copies, dtype, kind)
@@ -93,7 +93,8 @@ class FrozenPipeline:
         every = [link for found in self._links.values() for link in found.values()]
         first = {0} if any(isinstance(link, NextMicroBatchLink) for link in every) else set[int]()
         self._micro_batches = sorted(first.union(*(link.exposed for link in every)))
-        self.pairings = {stage: Pairing() for stage in range(1, len(stages))}
+        # By variant and sending stage.
+        self.pairings = {(name, stage): Pairing() for name in paired for stage in range(1, len(stages))}
         self._inputs: dict[int, Tensor] = {}  # by stage, those of its last matrix in the current micro-batch
 
     @contextmanager
@@ -204,11 +205,12 @@ class FrozenPipeline:
         parts = gradient.split(self.sizes.batch)
         each = [self._links[name][stage, copy] for copy in copies]
         sent = [link.sent(part, micro_batch) for link, part in zip(each, parts, strict=True)]
-        if name == self._paired and micro_batch in each[0].exposed:
+        pairing = self.pairings.get((name, stage))
+        if pairing is not None and micro_batch in each[0].exposed:
             inputs = self._inputs[stage - 1].split(self.sizes.batch)
             for copy, link, given in zip(copies, each, inputs, strict=True):
                 assert link.error is not None
-                self.pairings[stage].add(copy, link.error, given.flatten(0, 1))
+                pairing.add(copy, link.error, given.flatten(0, 1))
         return gradient if all(a is b for a, b in zip(parts, sent, strict=True)) else torch.cat(sent)
 
 

@@ -154,7 +154,7 @@ class GradientCase:
             for each in self.micro_batches:
                 sizes, copies = sizes_of(each, self.times)
                 kinds = {name: (compression_of(text, sizes), kind) for name, (text, kind) in VARIANTS.items()}
-                made[each] = FrozenPipeline(stages, sizes, copies, kinds, paired=PROPAGATES)
+                made[each] = FrozenPipeline(stages, sizes, copies, kinds, paired=(PROPAGATES, LOSES))
             found = Gradients(made)
             text, _ = split_text(SIZES.vocabulary)
             sizes, copies = sizes_of(next(iter(LAYOUTS)), self.times)
@@ -228,14 +228,15 @@ class Gradients:
         found: list[dict[str, Any]] = []
         for each, made in self._made.items():
             losses = made.losses()
-            for sender, pairing in made.pairings.items():
+            for sender in range(1, STAGES):
                 scale = each * made.copies * self._last[sender - 1].norm()
-                lost, left = pairing.lost, pairing.delivered - pairing.lost
+                sent, forgotten = (made.pairings[name, sender] for name in (PROPAGATES, LOSES))
                 figures = {
                     "error": losses[PROPAGATES][sender],
                     "error without propagation": losses[LOSES][sender],
-                    "lost": (lost.norm() / scale).item(),
-                    "left": (left.norm() / scale).item(),
+                    "lost": (sent.lost.norm() / scale).item(),
+                    "left": ((sent.delivered - sent.lost).norm() / scale).item(),
+                    "lost without propagation": (forgotten.lost.norm() / scale).item(),
                 }
                 found.append({"micro_batches": each, "stage": sender - 1} | _rounded(figures))
         return found

@@ -31,6 +31,7 @@ from benchmarks.suites.propagation import (
     measured_runs,
 )
 from benchmarks.suites.quality import judged
+from benchmarks.suites.quality_pipeline import steps_to
 
 Run = Mapping[str, Any]
 Row = Sequence[str]
@@ -71,6 +72,15 @@ def _table(head: Row, rows: Sequence[Row]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
+# The recorded figures of errors and activations, and the headings of their columns.
+PAIRED = {
+    "error": "error / gradient of messages",
+    "error without propagation": "without propagation",
+    "lost": "Σ ε ⊗ Y / G",
+    "left": "Σ ε ⊗ ΔY / G",
+    "lost without propagation": "Σ ε ⊗ Y / G without propagation",
+}
+
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 # By step, multiple of the tokens, micro-batches, variant, group, figure and stage, the values of all seeds.
@@ -88,7 +98,7 @@ def gradient_figures(runs: Sequence[Run]) -> dict[Key, list[float]]:
                 if figure in row:
                     found[*place, figure, row["stage"]].append(row[figure])
         for row in run.get("pairings", ()):
-            for figure in ("error", "error without propagation", "lost", "left"):
+            for figure in PAIRED:
                 key = (case["step"], case["times"], row["micro_batches"], PROPAGATES, "", figure, row["stage"])
                 found[key].append(row[figure])
     return dict(found)
@@ -133,7 +143,8 @@ def _gradient_sections(runs: Sequence[Run]) -> Iterator[str]:
             "The paper assumes that errors ε and differences of activations ΔY are independent (eq. 14), so that "
             "Σ ε ⊗ ΔY vanishes. Here Y are the inputs of the last matrix before a cut, and the sum is over all "
             f"messages of `{PROPAGATES}`. Its norm is relative to that of this matrix's gradient over the same steps. "
-            "Next to it is what the same errors would cost if they were never sent, Σ ε ⊗ Y."
+            "Next to it is what the same errors would cost if they were never sent, Σ ε ⊗ Y. Without propagation, "
+            "errors are smaller: the last column has what they cost."
         )
         + "\n\n"
         + _pairing_table(figures)
@@ -166,28 +177,19 @@ def _gradient_table(figures: Mapping[Key, Sequence[float]], columns: Sequence[tu
 
 
 def _pairing_table(figures: Mapping[Key, Sequence[float]]) -> str:
-    names = ("error", "error without propagation", "lost", "left")
-    head = ("error / gradient of messages", "without propagation", "Σ ε ⊗ Y / G", "Σ ε ⊗ ΔY / G")
     rows = [
-        (str(step), f"× {times}", str(layout), *(_cell(figures, step, times, layout, PROPAGATES, "", n) for n in names))
+        (
+            str(step),
+            f"× {times}",
+            str(layout),
+            *(_cell(figures, step, times, layout, PROPAGATES, "", n) for n in PAIRED),
+        )
         for step, times, layout in _places(figures)
     ]
-    return _table(("step", "tokens", "micro-batches", *head), rows)
+    return _table(("step", "tokens", "micro-batches", *PAIRED.values()), rows)
 
 
 # Training -------------------------------------------------------------------------------------------------------------
-
-
-def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return after how many steps a curve first has a loss, between two validations in proportion."""
-    before: tuple[int, float] | None = None
-    for step, here in curve:
-        if here <= loss:
-            if before is None:
-                return step
-            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - here)
-        before = step, here
-    return None
 
 
 def loss_at(curve: Sequence[tuple[int, float]], step: float) -> float:

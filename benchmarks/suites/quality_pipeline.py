@@ -300,6 +300,32 @@ def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Judged]:
     return judged(trained, [*VARIANTS, *SWEEP], BASELINE, math.exp)
 
 
+def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Return after how many steps a curve first has a loss, between two validations in proportion."""
+    before: tuple[int, float] | None = None
+    for step, here in curve:
+        if here <= loss:
+            if before is None:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - here)
+        before = step, here
+    return None
+
+
+def steps_to_the_same(runs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by variant after how many steps an uncompressed run of the seed has the variant's last loss.
+
+    It is a mean over the seeds. The loss is that of the curve, which has fewer windows than the final one.
+    """
+    curves = {(run["case"]["variant"], run["case"]["seed"]): run["curve"] for run in runs if "curve" in run}
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for (variant, seed), curve in curves.items():
+        steps = steps_to(curves.get((BASELINE, seed), ()), curve[-1][1])
+        if steps is not None:
+            found[variant].append(steps)
+    return {variant: statistics.mean(each) for variant, each in found.items()}
+
+
 def verdicts(rows: Sequence[Judged]) -> dict[str, str]:
     """Return for each variant with a limit whether it keeps it."""
     spread, found = spread_of(list(rows)), {}

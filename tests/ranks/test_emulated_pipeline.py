@@ -91,7 +91,7 @@ def _frozen_and_emulated(kind: str, stages: int = 3) -> tuple[FrozenPipeline, Em
     compression = compression_of(name, SIZES)
     emulated = EmulatedPipeline(SIZES, compression, 0, stages, 2, DOUBLE, link)
     plain = EmulatedPipeline(SIZES, compression_of("uncompressed", SIZES), 0, stages, 2, DOUBLE)
-    frozen = FrozenPipeline(plain.stages, SIZES, 2, {kind: (compression, link)}, kind if kind == "cb" else "")
+    frozen = FrozenPipeline(plain.stages, SIZES, 2, {kind: (compression, link)}, ["cb"] if kind == "cb" else ())
     return frozen, emulated, plain
 
 
@@ -141,7 +141,7 @@ def test_pairings_are_what_the_gradient_of_the_last_matrix_is_wrong_by() -> None
     wrong = sum(
         frozen.differences(*_batch(generator, 2))["cb"][1][names.index("blocks.0.mlp.2.weight")] for _ in range(4)
     )
-    pairing = frozen.pairings[2]
+    pairing = frozen.pairings["cb", 2]
     _check_equal((pairing.delivered - pairing.lost) / 10, wrong)
 
 
