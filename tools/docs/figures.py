@@ -411,23 +411,29 @@ def judged_table(found: Iterable[Line], judged: Iterable[Judged]) -> str:
 
 
 def pipeline_quality_table() -> str:
-    """Return how much faster each compression of a pipeline is, and what it costs in perplexity, in one setting."""
+    """Return how much faster each compression of a pipeline is, and what it costs in perplexity and in time."""
     from benchmarks.suites import quality_pipeline
 
+    trained = quality_pipeline.runs_of()
     speeds = {name: _speedups(f"optimus-{name}") for name in ("50mbit", "20mbit")}
+    same = quality_pipeline.steps_to_the_same(trained)
     found: list[Row] = []
-    for row in quality_pipeline.rows_of(quality_pipeline.runs_of()):
+    for row in quality_pipeline.rows_of(trained):
         candidate = quality_pipeline.VARIANTS.get(row.variant)
         if candidate is not None:
-            times = (speeds[name].get(candidate, "–") for name in speeds)
-            found.append((row.variant, *times, f"{row.mean:+.2%}", row.by_seed))
-    return table(("compression", "times as fast, 50 mbit", "20 mbit", "perplexity", "by seed"), found)
+            times = [speeds[name].get(candidate) for name in speeds]
+            steps = quality_pipeline.STEPS / same[row.variant]
+            longer = ("–" if each is None else f"{steps / each:.2f}" for each in times)
+            shown = ("–" if each is None else f"{each:.2f}" for each in times)
+            cost = (f"{row.mean:+.2%}", row.by_seed, f"{same[row.variant]:.0f}")
+            found.append((row.variant, *shown, *cost, *longer))
+    heads = ("compression", "times as fast, 50 mbit", "20 mbit", "perplexity", "by seed")
+    return table((*heads, "same loss without, at step", "time to this loss, 50 mbit", "20 mbit"), found)
 
 
-def _speedups(case: str) -> dict[str, str]:
+def _speedups(case: str) -> dict[str, float]:
     run = next(run for run in runs("pipeline") if run["case"]["name"] == case)
-    checks = {check["what"].partition(": times as fast")[0]: check["found"] for check in run["checks"]}
-    return {name: f"{found:.2f}" for name, found in checks.items()}
+    return {check["what"].partition(": times as fast")[0]: check["found"] for check in run["checks"]}
 
 
 def pipeline_ranks_table() -> str:
