@@ -49,7 +49,8 @@ EVERY = 32  # steps between exchanges
 STEP_SECONDS = 0.1
 BATCH, LENGTH = 8, 64
 KILLS, PERIOD_SECONDS = 10, 60.0
-QUICK_KILLS, QUICK_PERIOD_SECONDS = 1, 10.0
+QUICK_KILLS, QUICK_PERIOD_SECONDS = 1, 4.0
+RETURN_SECONDS = 20.0  # after the last kill, at least
 EXCHANGE_SECONDS = 0.3  # about
 GOODPUT, LOSS = 0.95, 0.01
 PATIENCE_SECONDS = 120.0
@@ -81,7 +82,9 @@ class IslandsCase:
         settings.say(f"{self.name}: {folder}")
         kills = 1 if self.ends is not None else QUICK_KILLS if settings.quick else options.kills
         period = QUICK_PERIOD_SECONDS if settings.quick else options.period
-        run = IslandsRun(self, folder / "disturbed", steps_of((kills + 1) * period / STEP_SECONDS))
+        run = IslandsRun(
+            self, folder / "disturbed", steps_of((kills * period + max(period, RETURN_SECONDS)) / STEP_SECONDS)
+        )
         run.carry_out(kills, period, random.Random(f"{self.name} {options.seed}"), settings.say)
         steps = sum(life.weight for life in run.lives()) / self.islands
         undisturbed = IslandsRun(self, folder / "undisturbed", steps_of(steps))
@@ -183,9 +186,9 @@ class IslandsRun:
             say(f"{self.folder.name}: {self.case.islands} islands train")
             for kill in range(1, kills + 1):
                 self._kill(job, kill, period, dice, say)
-            self._await(job, "the islands ended", lambda: len(job.ended()) == len(nodes), 2 * self.steps * STEP_SECONDS)
+            ended = job.ended(PATIENCE_SECONDS + 2 * self.steps * STEP_SECONDS)
             expected = {node: int(node == self.case.ends and kills > 0) for node in nodes}
-            self.expect(job.ended() == expected, f"the launchers ended with {job.ended()}, expected {expected}", job)
+            self.expect(ended == expected, f"the launchers ended with {ended}, expected {expected}", job)
 
     def _kill(
         self, job: ElasticRun, number: int, period: float, dice: random.Random, say: Callable[[str], None]
@@ -195,7 +198,7 @@ class IslandsRun:
         seconds = dice.uniform(0.0, EVERY * STEP_SECONDS if phase == "step" else EXCHANGE_SECONDS)
         node = dice.randrange(self.case.islands) if self.case.ends is None else self.case.ends
         at = (self.together() or 0.0) + number * period
-        self._await(job, "it is time", lambda: time.time() > at, period + 1.0)
+        self._await(job, "it was time for a kill", lambda: time.time() > at)
         part, before = self.folder / "orders" / "part", len(self.lives(node))
         part.write_text(json.dumps({"phase": phase, "seconds": seconds}))
         part.rename(self.folder / "orders" / f"node{node}.json")
@@ -205,14 +208,12 @@ class IslandsRun:
             returned = f"node {node} trained again"
             self._await(job, returned, lambda: any(life.results() for life in self.lives(node)[before:]))
 
-    def _await(
-        self, job: ElasticRun, what: str, happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS
-    ) -> None:
-        until = time.monotonic() + max(seconds, PATIENCE_SECONDS)
+    def _await(self, job: ElasticRun, what: str, happened: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
         while not happened():
-            failed = {node: code for node, code in job.ended(0.1).items() if code and node != self.case.ends}
-            self.expect(not failed, f"the launchers ended with {failed} before {what}", job)
-            self.expect(time.monotonic() < until, f"it took more than {seconds:.0f} s until {what}", job)
+            ended = {node: code for node, code in job.ended(0.1).items() if node != self.case.ends}
+            self.expect(not ended, f"the launchers ended with {ended} before {what}", job)
+            self.expect(time.monotonic() < until, f"it took more than {PATIENCE_SECONDS:.0f} s until {what}", job)
 
     def expect(self, held: bool, what: str, job: ElasticRun | None = None) -> None:
         """Raise `CaseError` with the end of each node's output if a condition does not hold."""

@@ -44,7 +44,7 @@ class Drill:
         from towpath.outer.islands import IslandSync
         from towpath.train import trainer
 
-        vars(trainer)["_EVALUATED_BATCHES"] = _EVALUATED_BATCHES
+        setattr(trainer, "_EVALUATED_BATCHES", _EVALUATED_BATCHES)  # noqa: B010 (it is private)
         _wrap(trainer.TrainingRun, "_met", self._met)
         _wrap(trainer.TrainingRun, "train_step", self._train_step)
         _wrap(trainer.TrainingRun, "_accumulate_gradients", self._passes)
@@ -94,7 +94,11 @@ class Drill:
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Let `wrapper` be called with the wrapped method first."""
     wrapped = getattr(owner, name)
-    setattr(owner, name, lambda *arguments: wrapper(wrapped, *arguments))
+
+    def called(*arguments: Any) -> Any:
+        return wrapper(wrapped, *arguments)
+
+    setattr(owner, name, called)
 
 
 def main() -> None:

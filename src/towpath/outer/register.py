@@ -182,8 +182,9 @@ class Register:
         if problems:
             self._view = ()  # groups whose exchange failed are not used again
         blocks = [self._blocks_of(member, key) for member in members]
-        outcome = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "state": dict(self._state)}
-        outcome["said"], self._said = self._said, []
+        said, self._said = self._said, []
+        outcome = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
+        outcome["state"] = dict(self._state)
         for member, each in zip(members, blocks, strict=True):
             self._answer(member, outcome | {"blocks": each})
         for member in self.members.values():
