@@ -68,6 +68,7 @@ _INSIDE = timedelta(days=1)
 # Elements that are sent at once of the slow weights. Between two of them, an exchange may begin.
 _CHUNK = 1 << 18
 _PERIODS_AHEAD = 2
+_TRIES = 9  # of the mean of all islands, after the first one was dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class IslandSync(OuterSync):
         self._view = ""  # of the group that is connected
         self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
         self._last: dict[int, Key] = {}  # the last exchange of each fragment
-        self._void: set[int] = set()  # the fragments whose last exchange was dropped
+        self._void: dict[int, str] = {}  # the fragments whose last exchange was dropped, and why
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
         # The newcomers that take the slow weights of this island after the next result of a fragment.
@@ -236,9 +237,9 @@ class IslandSync(OuterSync):
         self._last[fragment] = key
         if outcome["applied"]:
             self._since[fragment] = step
-            self._void.discard(fragment)
+            self._void.pop(fragment, None)
         else:
-            self._void.add(fragment)
+            self._void[fragment] = outcome["why"]
             self._disconnect()
             self.dropped += 1
             self.say(
@@ -300,9 +301,16 @@ class IslandSync(OuterSync):
             part.difference.div_(count)
 
     def apply(self, action: ApplyOuter) -> None:
-        """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried until it counts."""
-        while action.average and action.fragment in self._void:
-            self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
+        """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried several times."""
+        for _ in range(_TRIES if action.average else 0):
+            if action.fragment in self._void:
+                self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
+        if action.average and (why := self._void.get(action.fragment)) is not None:
+            raise StepError(
+                f"rank {self._comm.number}: the islands failed to average their weights {1 + _TRIES} times; at last, "
+                f"{why}. They still have weights of their own. Check the network between them, and start them again: "
+                "they go on from their checkpoints."
+            )
         if action.fragment not in self._void:
             super().apply(action)
         self._donate(action.fragment)
@@ -310,7 +318,7 @@ class IslandSync(OuterSync):
     def wait(self) -> None:
         """Wait for all exchanges under way, and forget those that were dropped."""
         super().wait()
-        for fragment in self._void & self.steps.under_way.keys():
+        for fragment in self._void.keys() & self.steps.under_way.keys():
             del self.steps.under_way[fragment]
             self._donate(fragment)
         self._void.clear()

@@ -183,7 +183,7 @@ class Register:
             self._view = ()  # groups whose exchange failed are not used again
         blocks = [self._blocks_of(member, key) for member in members]
         said, self._said = self._said, []
-        outcome = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
+        outcome: Message = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
         outcome["state"] = dict(self._state)
         for member, each in zip(members, blocks, strict=True):
             self._answer(member, outcome | {"blocks": each})
