@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import random
 import shutil
 import tempfile
@@ -91,13 +90,15 @@ class IslandsCase:
         undisturbed.carry_out(0, period, random.Random(0), settings.say)
         found = compare(run, undisturbed)
         shutil.rmtree(folder)
-        limit = LOSS if self.ends is None else math.inf  # one island alone takes more steps for as many tokens
+        # One island alone takes more steps for as many tokens, so its loss has no limit.
+        limits = (LOSS, -LOSS) if self.ends is None and not settings.quick else (None, None)
+        goodput = None if settings.quick else GOODPUT
         checks = [
             Check("local steps lost by islands that go on", found["steps_lost"], at_most=0),
             Check("samples read twice", found["samples_twice"], at_most=0),
-            Check("goodput of the machines that are alive", found["goodput"], at_least=GOODPUT),
+            Check("goodput of the machines that are alive", found["goodput"], at_least=goodput),
             Check("goodput of all machines", found["goodput_of_all"]),
-            Check("held-out loss / undisturbed, less 1", found["loss_ratio"] - 1, at_most=limit, at_least=-limit),
+            Check("held-out loss / undisturbed, less 1", found["loss_ratio"] - 1, *limits),
         ]
         return {"checks": checks, "seed": options.seed, **found}
 
