@@ -23,7 +23,7 @@ from towpath.core.passes import (
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, StageOutput, UnitSpec
 from towpath.pipeline.schedules import walks
 from towpath.plan.hardware import CodecSpeed, Hardware, Link
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
@@ -61,7 +61,7 @@ def replayed(
             plans,
             ComputeSeconds((0.0, forward), (0.0, backward), 0.0, 0.0),
             tuple(range(copies * rank, copies * (rank + 1))),
-            ((shape, "float32"),) if i < len(owners) - 1 else (),
+            (StageOutput(shape, "float32"),) if i < len(owners) - 1 else (),
         )
         for i, rank in enumerate(owners)
     ]

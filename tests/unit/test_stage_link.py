@@ -88,5 +88,5 @@ def test_inputs_of_the_model_receive_no_message_in_any_pytorch() -> None:
     """In 2.11 what stands for them has no buffer at all, and not the attribute that tells them apart later."""
     receive: Any = SimpleNamespace(tensor=None)
     receiver = RecvDecoder([Encoding(SHAPE, torch.float32, INT8)] * 2, CPU)
-    receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))])
+    receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))], True)
     assert list(receiver.arriving) == [(0, 1)] and receive.tensor is receiver.arriving[0, 1]

@@ -36,6 +36,7 @@ from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.queues import pipeline_communicator_bytes
+from towpath.core.routes import Op
 from towpath.core.schedule import Schedule, sum_by_kind
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
@@ -163,9 +164,10 @@ class Pipeline(Observable):
             given += [f"mesh={mesh.mesh.tolist()}"]
         with together(self._everyone, "Pipeline()", _SAME):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        with together(self._everyone, "Pipeline()", _SAME):
-            exchanged = exchanged_tensors(modules, count, self._example, precision, group)
-            check_exchanged(exchanged[1:-1], self._compression)
+        with together(self._everyone, "Pipeline()", _SAME) as given:
+            exchanged, self._sent = exchanged_tensors(modules, count, self._example, precision, self._everyone)
+            given += [f"shares between stages: {[t for t in each if t.shares > 1]}" for each in self._sent]
+            check_exchanged(self._sent, self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = name_prefixes(modules, count, group)
             ends = find_tied_ends(tied, modules, self.owners, mesh)
@@ -187,6 +189,8 @@ class Pipeline(Observable):
                     mesh,
                     inputs=exchanged[index],
                     outputs=exchanged[index + 1],
+                    received=self._sent[index],
+                    sent=self._sent[index + 1],
                     micro_batches=micro_batches,
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
@@ -445,7 +449,7 @@ class Pipeline(Observable):
     def schedule(self, topology: Topology | None = None, step: int | None = None, accumulated: int = 0) -> JobSchedule:
         """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
 
-        Transfers of tensor-parallel layers are DTensor's, and are left out.
+        Transfers of tensor-parallel layers are DTensor's, and are left out. Gathers of the shares of messages are not.
 
         Args:
             topology: The nodes and their ranks; detected by default.
@@ -456,8 +460,8 @@ class Pipeline(Observable):
         topology = topology or Topology.detect()
         members = tuple(self._everyone.groups["dp"].members)
         mine = {
-            index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), stage.output_shapes)]
-            for index, stage in ((stage.stage_index, stage) for stage in self._stages)
+            index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), self._sent[index + 1])]
+            for index in self.modules
         }
         if self._tied is not None and self._tied.counted_here:  # after the stages
             walks = accumulated + 1
@@ -519,7 +523,8 @@ class Pipeline(Observable):
     def trace_groups(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
-        leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
+        messages = [t for t in transfers if t.kind is TransferKind.ACTIVATION and t.move.op is Op.SEND]
+        leaves_node = {t.unit: t.inter_bytes > 0 for t in messages}
         for stage in self._stages:
             stage.leaves_node = leaves_node
         return [*self._everyone.groups.values()]
@@ -535,7 +540,8 @@ class Pipeline(Observable):
 
     def local_state(self) -> LocalState:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
-        how = f"{self._compression} {list(self.owners)}"
+        shares = [f" {t.shares} shares of {t.shape}" for each in self._sent for t in each if t.shares > 1]
+        how = f"{self._compression} {list(self.owners)}{''.join(shares)}"
         local = local_state_of(self._mesh, self._stages, self._tied, self._prefixes, how)
         return replace(local, dropped=self._forget_accumulated)
 
