@@ -93,9 +93,9 @@ class Encoding:
         if apart > _MOST_APART:
             raise StepError(
                 f"{what} differ by {float(apart):.0%} between the tensor-parallel ranks "
-                f"{dist.get_process_group_ranks(self.peers)}; expected the same values, because each of them sends a "
-                "share. Give them the same batch and the same random numbers. If their values are meant to differ, "
-                "return DTensor.from_local(values, mesh, [Shard(dim)]).to_local(), and all of it is sent."
+                f"{dist.get_process_group_ranks(self.peers)}; expected the same, because each sends a share. Give them "
+                "the same batch and random numbers. If the values are meant to differ, the stage must return "
+                "DTensor.from_local(values, mesh, [Shard(dim)]).to_local(). Then each rank sends all of them."
             )
 
 

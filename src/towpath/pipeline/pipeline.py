@@ -36,7 +36,6 @@ from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.queues import pipeline_communicator_bytes
-from towpath.core.routes import Op
 from towpath.core.schedule import Schedule, sum_by_kind
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
@@ -523,10 +522,8 @@ class Pipeline(Observable):
     def trace_groups(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
-        messages = [t for t in transfers if t.kind is TransferKind.ACTIVATION and t.move.op is Op.SEND]
-        leaves_node = {t.unit: t.inter_bytes > 0 for t in messages}
         for stage in self._stages:
-            stage.leaves_node = leaves_node
+            stage.leave_node = {t.unit for t in transfers if t.kind is TransferKind.ACTIVATION and t.inter_bytes}
         return [*self._everyone.groups.values()]
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
@@ -540,8 +537,7 @@ class Pipeline(Observable):
 
     def local_state(self) -> LocalState:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
-        shares = [f" {t.shares} shares of {t.shape}" for each in self._sent for t in each if t.shares > 1]
-        how = f"{self._compression} {list(self.owners)}{''.join(shares)}"
+        how = f"{self._compression} {list(self.owners)} {self._sent}"
         local = local_state_of(self._mesh, self._stages, self._tied, self._prefixes, how)
         return replace(local, dropped=self._forget_accumulated)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -73,8 +73,8 @@ class TowpathStage(PipelineStage):
         device = torch.device(mesh.device_type)
         super().__init__(module, index, stages, device, inputs, outputs, group=mesh["pp"].get_group())
         self._encoded, self._compression, self._gradients = encoded, compression, gradients
-        # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
-        self.leaves_node: Mapping[str, bool] = {}
+        # For a trace: the stages whose outputs go to another node, by names such as "stage 0".
+        self.leave_node: Set[str] = frozenset()
         self.accumulating = False  # inside `Pipeline.no_sync`, where no backward pass syncs gradients
         self.seconds_computed = 0.0  # of the host, which on a GPU launches the work only
 
@@ -209,7 +209,7 @@ class TowpathStage(PipelineStage):
     def _traced(self, found: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
         """Return the operations of messages between `stage` and the next one. If there is a trace, it shows them."""
         if self.active_trace is not None:
-            track = BETWEEN if self.leaves_node.get(f"stage {stage}", True) else INSIDE
+            track = BETWEEN if f"stage {stage}" in self.leave_node else INSIDE
             trace_messages(found, self.active_trace, track, kind, micro_batch)
         return found
 
