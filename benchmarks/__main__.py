@@ -46,6 +46,7 @@ SUITES = {
     "checkpoints": ("trainer", "how long a checkpoint stops training, in the background and in the foreground"),
     "protect": ("protect", "what protection from lost nodes costs while none is lost: steps, and bytes"),
     "healing": ("healing", "a run that loses one node of three, with its memory and disk, and heals"),
+    "recovery": ("recovery", "the seconds from a loss to the next step, and where they go"),
     "soak": ("soak", "a run whose ranks are killed and restarted again and again"),
 }
 _HELP = """Usage: python -m benchmarks SUITE [CASE ...] [--quick] [--resume] [-o FILE] ...

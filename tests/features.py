@@ -106,6 +106,6 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features metrics
-            names output package plots public session stopping train_command train_models typing
+            names output package plots public published session stopping train_command train_models typing
         """,
 )

@@ -54,6 +54,7 @@ MODELS = {
     "17m": ("model.width=448", "model.depth=7", "model.heads=8", "train.length=32"),  # 17 million parameters
 }
 KILLS = 20
+PICTURE_STEPS = 120
 PATIENCE_SECONDS = 600.0
 AWAY_SECONDS = 60.0  # at most
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,14 @@ class Loss:
     silent: bool
 
 
+# One run for a picture in the docs. Each loss is of another node.
+PICTURE_LOSSES = (
+    Loss(rank=4, phase="backward", step=33, silent=False),
+    Loss(rank=3, phase="forward", step=64, silent=False),
+    Loss(rank=0, phase="optimizer", step=93, silent=False),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class HealingCase:
     """One run of a strategy that loses a node. `keeps`: where its states are, in "memory" or a shared "folder"."""
@@ -81,11 +90,19 @@ class HealingCase:
     @property
     def name(self) -> str:
         """The name on the command line."""
-        return " ".join([self.strategy, self.model, str(self.number), *(["folder"] if self.keeps == "folder" else [])])
+        what = str(self.number) if self.number < KILLS else "picture"
+        return " ".join([self.strategy, self.model, what, *(["folder"] if self.keeps == "folder" else [])])
+
+    @property
+    def steps(self) -> int:
+        """The steps of the run."""
+        return STEPS if self.number < KILLS else PICTURE_STEPS
 
     @property
     def losses(self) -> list[Loss]:
         """The nodes that this run loses, one after another."""
+        if self.number >= KILLS:
+            return list(PICTURE_LOSSES)
         dice = random.Random(self.name)
         phase, silent = PHASES[self.number % len(PHASES)], self.number // len(PHASES) % 2 == 1
         if self.keeps == "folder" and phase in PHASES[3:6]:
@@ -100,7 +117,8 @@ class HealingCase:
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Train undisturbed, unless an earlier case has done that, and with losses, and compare."""
         folder = Path(tempfile.mkdtemp(prefix="towpath-healing-", dir=settings.options.folder))
-        reference = _references.get((self.strategy, self.model))
+        key = self.strategy, self.model, self.steps
+        reference = _references.get(key)
         try:
             if reference is None:
                 settings.say("first the undisturbed run")
@@ -108,7 +126,7 @@ class HealingCase:
                 atexit.register(shutil.rmtree, kept, ignore_errors=True)
                 reference = HealingRun(replace(self, keeps="folder"), kept / "undisturbed")
                 reference.carry_out([], settings.say)
-                _references[self.strategy, self.model] = reference
+                _references[key] = reference
             run = HealingRun(self, folder / "disturbed")
             run.carry_out(self.losses, settings.say)
             found = compare(run, reference)
@@ -122,8 +140,8 @@ class HealingCase:
         return {"checks": [*limits, *(Check(f"seconds: {name}", s) for name, s in found["seconds"].items())], **found}
 
 
-# The undisturbed run of each strategy and model. It serves all cases of a process.
-_references: dict[tuple[str, str], HealingRun] = {}
+# The undisturbed run of each strategy, model and number of steps. It serves all cases of a process.
+_references: dict[tuple[str, str, int], HealingRun] = {}
 
 
 class HealingRun:
@@ -150,16 +168,8 @@ class HealingRun:
                 self.expect(ended == dict.fromkeys(range(TOPOLOGY.nodes), 0), f"the launchers ended with {ended}", job)
 
     def _options(self, lab: Lab) -> list[str]:
-        from towpath.train.data import prepare
-
-        tokens, file = self.folder / "tokens", self.folder / "drill.toml"
-        corpus = self.folder / "corpus"
-        words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
-        corpus.write_text(" ".join(words))
-        prepare([str(corpus)], tokens)
-        file.write_text("")
-        options = [str(file), *MODELS[self.case.model], f"data.tokens={tokens}", f"strategy.name={self.case.strategy}"]
-        options += [f"train.steps={STEPS}", "train.batch=12", "train.micro_batch=1", "train.threads=1"]
+        options = [*data_options(self.folder, self.case.model), f"strategy.name={self.case.strategy}"]
+        options += [f"train.steps={self.case.steps}"]
         if self.case.keeps == "folder":
             return [*options, f"log.folder={self.folder / 'run'}", f"checkpoint.every={EVERY}"]
         return [*options, f"log.folder={lab.disk / 'run'}", f"strategy.protect={EVERY}"]
@@ -212,6 +222,19 @@ class HealingRun:
         return [line.strip() for text in texts for line in text.splitlines() if "healed: " in line]
 
 
+def data_options(folder: Path, model: str) -> list[str]:
+    """Prepare a text in `folder`. Return the arguments of `towpath train` for a model that learns it."""
+    from towpath.train.data import prepare
+
+    tokens, file, corpus = folder / "tokens", folder / "drill.toml", folder / "corpus"
+    words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
+    corpus.write_text(" ".join(words))
+    prepare([str(corpus)], tokens)
+    file.write_text("")
+    batches = ("train.batch=12", "train.micro_batch=1", "train.threads=1")
+    return [str(file), *MODELS[model], f"data.tokens={tokens}", *batches]
+
+
 def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
     """Compare a run with the undisturbed one. Raise `CaseError` with what differs."""
     twice = 0
@@ -223,7 +246,7 @@ def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
         run.expect(not differing, f"rank {rank} differs from the undisturbed run: {differing[:3]}")
         missing = [row for row in expected if row not in rows]
         run.expect(not missing, f"rank {rank} never had {missing[:3]}")
-        twice = max(twice, len([row for row in rows if row["what"] == "step"]) - STEPS)
+        twice = max(twice, len([row for row in rows if row["what"] == "step"]) - run.case.steps)
     [last] = (run.folder / "final").glob("step-*")
     [wanted] = (reference.folder / "final").glob("step-*")
     files = sorted(path.name for path in wanted.glob("*.safetensors"))
@@ -237,7 +260,16 @@ def compare(run: HealingRun, reference: HealingRun) -> dict[str, Any]:
         "losses": [seconds_of(run, number) for number in range(len(run.lost))],
         "seconds": seconds_of(run, len(run.lost) - 1)["seconds"],
         "printed": run.printed(),
+        **({"curve": curve(run), "undisturbed": curve(reference)} if run.case.number >= KILLS else {}),
     }
+
+
+def curve(run: HealingRun) -> dict[str, Any]:
+    """Return the seconds, step and loss of each step of rank 0, and the seconds of the losses of nodes."""
+    steps = [event for event in run.events(0) if event["what"] == "step"]
+    began: float = steps[0]["time"]
+    points = [(round(e["time"] - began, 2), e["step"], round(float.fromhex(e["loss"]), 4)) for e in steps]
+    return {"points": points, "lost": [round(at - began, 2) for _, at in run.lost]}
 
 
 def seconds_of(run: HealingRun, number: int) -> dict[str, Any]:
@@ -303,12 +335,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _chosen(cases: Sequence[HealingCase], options: argparse.Namespace) -> list[HealingCase]:
-    kept = [case for case in cases if case.number < (1 if options.quick else options.kills)]
+    most = 1 if options.quick else options.kills
+    kept = [case for case in cases if case.number < most or (case.number >= KILLS and not options.quick)]
     kept = [case for case in kept if case.name.startswith(options.only)]
     return [replace(case, keeps="folder") for case in kept] if options.shared else kept
 
 
-CASES = tuple(
-    HealingCase(strategy, model, number) for model in MODELS for strategy in STRATEGIES for number in range(KILLS)
+CASES = (
+    *(HealingCase(strategy, model, number) for model in MODELS for strategy in STRATEGIES for number in range(KILLS)),
+    HealingCase("paro-iig", "17m", KILLS),
 )
 SUITES = (Suite("healing", __doc__ or "", CASES, options=_options, chosen=_chosen),)
