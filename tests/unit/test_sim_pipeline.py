@@ -148,9 +148,9 @@ def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
 
 
 def test_shares_are_sent_at_once_and_gathered_before_the_pass_that_needs_them() -> None:
-    """An output and its gradient: a quarter of a second for two shares on one cable, and half a second to gather them."""
+    """An output and its gradient: a quarter of a second for two shares on one cable, and half of one to gather them."""
     share = 4 * HIDDEN / 2
-    cluster = Hardware(Topology(2, 2), Link(2 * share / 0.25, 0.0), Link(share / 0.5, 0.0), FAST, FAST)
+    cluster = Hardware(Topology(2, 2), Link(share / 0.5, 0.0), Link(2 * share / 0.25, 0.0), FAST, FAST)
     seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], cluster, shape=(10, HIDDEN // 10), parts=2)
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * (0.25 + 0.5), rel=1e-6)
     assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.25 + 0.5)
