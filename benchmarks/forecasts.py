@@ -1,7 +1,8 @@
 """Forecasts of published runs (`published.toml`), each from one run of the same group on a single node.
 
     python -m benchmarks.forecasts [ROW …]            rows of the development half, or those named
-    python -m benchmarks.forecasts --write            the forecasts of all rows, without what was printed, to FILE
+    python -m benchmarks.forecasts --write            the forecasts of all rows, without what was printed, to
+                                                      benchmarks/results/forecasts.json
 
 The run on one node fixes one number: the share of the peak that matrix products reach. Everything else is a forecast of
 the planner: the replay of PyTorch's order of events, on links of the printed rate. What the planner does not know is
@@ -219,7 +220,7 @@ def reached_by(run: Run) -> float:
 
 
 def fixing(found: Published, run: Run) -> Run | None:
-    """Return the run that fixes the rate of `run`'s group.
+    """Return the run that fixes the rate of `run`'s group, or None.
 
     Where none was measured on one node, it is one of the development half that sends little between nodes for what it
     computes. Such forecasts are shown apart.
@@ -263,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = published.load()
     if options.write:
-        every = {run.id: forecast(found, run) for run in found.across_nodes()}
+        every = {run.id: forecast(found, run) for run in found.runs}
         text = {name: each.recorded() for name, each in every.items() if each is not None}
         FILE.write_text(json.dumps(text, indent=1) + "\n")
         return
