@@ -68,7 +68,7 @@ FEATURES = (
     _feature(
         "pipelines",
         lab="pipeline_bytes",
-        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
+        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts pipeline_shares train_stages",
         unit="compression pipeline_order split stage_link",
     ),
     _feature("tensor parallelism", ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel"),
