@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from tests.profiles import made_profile
 from towpath.core.costs import phases
 from towpath.core.placement import GroupCollective, Placement, everyone, legal_extents, transitions
 from towpath.core.routes import COLLECTIVES, ROUTES, Form, Grid, Group, Op, effective_route, sends
 from towpath.core.strategy import TransferKind
-from towpath.plan.transfer_costs import move_shapes
+from towpath.core.transport import Transport
+from towpath.plan.hardware import Link
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 MOST = 36
@@ -92,6 +96,26 @@ def test_collectives_of_an_ho_ring_are_those_of_hierarchical_in_overlapping_part
         ), (op, grid)
         taken = sum(max(p.leaving / leaving, p.inside / inside) for p in found)
         assert taken == pytest.approx(1 + 1 / parts), (op, grid)  # hierarchical: 2
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 4), Topology(2, 8), Topology(4, 8)], ids=str)
+def test_an_ho_ring_of_collectives_takes_at_most_four_fifths_of_hierarchical(topology: Topology) -> None:
+    """Where both links take as long. So do transfers of the simulator, with a copy of the last part on the device."""
+    nodes, width = topology.nodes, topology.ranks_per_node
+    device = replace(made_profile().cluster(measured_collectives=False).hardware, cores=None, topology=topology)
+    cable = 12.5e9  # bytes a second of a node
+    inside = cable * nodes * (width - 1) / (width * (nodes - 1))  # of a rank
+    device = replace(device, intra=Link(inside, 5e-6), inter=Link(cable, 1e-5), memory_rate=1e12, sum_rate=1e12)
+    for op, mebibytes in product(COLLECTIVES, (4, 8, 32)):
+        move = MoveShape(op, 1, Grid(nodes, width), 1)
+        elements = mebibytes * (1 << 18) * topology.world
+        parted, whole = (
+            TransferShape.of_move(move, Transport(route), elements, "float32", Form.COLLECTIVES)
+            for route in ("ho-ring", "hierarchical")
+        )
+        assert parted.parts == (2 if op is Op.ALL_REDUCE or mebibytes == 4 else 4)
+        taken = [seconds_alone(phase_costs(each, device), device) for each in (parted, whole)]
+        assert (1 + 1 / parted.parts) / 2 < taken[0] / taken[1] <= 0.8, (op, mebibytes, taken)
 
 
 SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 8), (8, 1), (2, 2), (4, 2), (2, 6), (8, 4))]
