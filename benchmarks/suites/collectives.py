@@ -20,14 +20,15 @@ from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.suite import Settings, Suite
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.select import CoalescedAllGather, select
+from towpath.collectives.select import CoalescedAllGather, group_rank, select
 from towpath.core import routes
 from towpath.core.placement import GroupCollective
-from towpath.core.routes import Group, Op, Route
+from towpath.core.routes import Form, Group, Op, Route
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
+from towpath.topology.groups import Groups
 
 SMALL_KILOBYTES, SMALL = 256, 16
 QUICK_KILOBYTES = 256
@@ -41,6 +42,7 @@ class CollectiveCase:
     """Candidates on regions of `kilobytes`, and the limits of some ratios: (ours, theirs, at most).
 
     A candidate is a route, or "4 parts": ho-ring or two-hop with slices in four parts, however short.
+    `form`: How the routes are executed. A reduce-scatter of gloo sends the bytes of an all-reduce.
     """
 
     name: str
@@ -51,6 +53,7 @@ class CollectiveCase:
     candidates: tuple[str, ...] = ("flat", "hierarchical", "ho-ring")
     limits: tuple[tuple[str, str, float], ...] = ()
     kilobytes: int = 64 << 10
+    form: Form = Form.MESSAGES
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Compare the candidates."""
@@ -72,6 +75,7 @@ class CollectiveCase:
 
 FAST = (("hierarchical", "flat", 0.66), ("ho-ring", "flat", 0.60))
 SHAPED = (("ho-ring", "flat", 0.674), ("ho-ring", "hierarchical", 0.90))
+IN_CALLS = (("ho-ring", "hierarchical", 0.80),)
 IN_PARTS = ("1 part", "2 parts", "4 parts")
 COALESCED = (("coalesced", "one after another", 0.40),)
 CASES = [
@@ -83,6 +87,18 @@ CASES = [
     CollectiveCase("reduce-4x2", Op.REDUCE_SCATTER, TALL),
     CollectiveCase("gather-4x2-shaped", Op.ALL_GATHER, TALL, intra="1600mbit"),
     CollectiveCase("reduce-4x2-shaped", Op.REDUCE_SCATTER, TALL, intra="1600mbit"),
+    # As NCCL gets them. A node sends 4 slices out and 24 inside, or 6 and 8, which take as long on these links.
+    *(
+        CollectiveCase(
+            f"{name}-{topology.nodes}x{topology.ranks_per_node}-in-calls",
+            *(op, topology, "100mbit", intra),
+            candidates=("hierarchical", "ho-ring"),
+            limits=IN_CALLS,
+            form=Form.COLLECTIVES,
+        )
+        for topology, intra in ((WIDE, "600mbit"), (TALL, "133mbit"))
+        for name, op in (("gather", Op.ALL_GATHER), ("reduce", Op.REDUCE_SCATTER))
+    ),
     *(
         CollectiveCase(f"{name}-{size}k-in-parts", op, SQUARE, inter, candidates=IN_PARTS, kilobytes=size)
         for size, inter in ((256, None), (1 << 10, None), (1 << 12, "1gbit"), (1 << 14, "1gbit"))
@@ -118,11 +134,18 @@ def members_of(rank: int, topology: towpath.Topology) -> GroupRank:
     return GroupRank(dist.group.WORLD, Group(everyone, everyone), rank, nodes)
 
 
-def transfer_of(op: Op, route: Route, kilobytes: int, topology: towpath.Topology, members: GroupRank) -> Transfer:
+def transfer_of(
+    op: Op,
+    route: Route,
+    kilobytes: int,
+    topology: towpath.Topology,
+    members: GroupRank,
+    form: Form = Form.MESSAGES,
+) -> Transfer:
     """Return the transfer of a float32 region over all ranks."""
     payload = Range("", "benchmark", kilobytes * 2**10 // 4, "float32")
     return Transfer(
-        TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), topology
+        TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), topology, form=form
     )
 
 
@@ -135,7 +158,12 @@ def work_of(kind: str, case: CollectiveCase, kilobytes: int, members: GroupRank)
         if kind in IN_PARTS:
             route = "ho-ring" if case.op is Op.ALL_GATHER else "two-hop"
             routes.SMALLEST_PART_BYTES = kilobytes * 2**10 // case.topology.world // int(kind.split()[0])
-        transfer = transfer_of(case.op, cast(Route, route), kilobytes, case.topology, members)
+        transfer = transfer_of(case.op, cast(Route, route), kilobytes, case.topology, members, case.form)
+        if case.form is Form.COLLECTIVES:
+            # Also in a quick run. In a full one, these are the parts of any transfer.
+            routes.SMALLEST_PART_BYTES_IN_CALLS = kilobytes * 2**10 // case.topology.world // 4
+            groups = Groups()
+            members = group_rank(transfer, members.rank, lambda ranks, purpose: groups.of(ranks, f"benchmark{purpose}"))
         collective, region = select(transfer, members, device), torch.zeros(transfer.elements)
         mine = region[slice(*transfer.bounds(members.slot))]
         return lambda: collective.run(region, mine, workspace)

@@ -29,6 +29,7 @@ from towpath.codecs import exact
 from towpath.errors import ConfigError, ShardError
 
 UNITS = 4
+in_parts = mock.patch("towpath.core.routes.SMALLEST_PART_BYTES_IN_CALLS", 32)
 small = mock.patch("towpath.core.transport.SMALLEST_BYTES", 1)  # exact transports leave out small messages
 
 ENCODED = {
@@ -68,7 +69,7 @@ def test_no_preset_waits_in_a_step() -> None:
 @on_gpus()
 def test_no_route_and_no_codec_waits_in_a_step() -> None:
     for route in ("ring", "ho-ring", "two-hop", "one-hop", "hierarchical"):
-        with fake_gpus(2, 2) as gpus:
+        with fake_gpus(2, 2) as gpus, in_parts:
             steps(gpus, sharded(gpus.topology, "zero3", route=route))
     for name, codecs in ENCODED.items():
         with fake_gpus(2, 2) as gpus:

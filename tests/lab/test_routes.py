@@ -11,6 +11,7 @@ from lab import Lab
 from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from tests.workspace import workspace
 from towpath.collectives.select import group_rank, select
+from towpath.core import routes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
@@ -34,6 +35,7 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int, form: Form
         SHAPE,
         form=form,
     )
+    routes.SMALLEST_PART_BYTES_IN_CALLS = 1 << 16  # slices have 512 KiB
     groups = Groups()
     members = group_rank(transfer, rank, groups.of)
     collective = select(transfer, members, torch.device("cpu"))
@@ -47,7 +49,7 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int, form: Form
 
 CASES = [(op, route, Form.MESSAGES) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER) for route in ROUTES]
 # A reduce-scatter of gloo is an all-reduce inside, unlike that of NCCL.
-CASES += [(Op.ALL_GATHER, route, Form.COLLECTIVES) for route in ("flat", "hierarchical")]
+CASES += [(Op.ALL_GATHER, route, Form.COLLECTIVES) for route in ("flat", "hierarchical", "ho-ring")]
 CASES += [(Op.REDUCE_SCATTER, route, Form.COLLECTIVES) for route in ("one-hop", "two-hop")]
 
 

@@ -33,6 +33,7 @@ from towpath import Outer, Transport
 from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import specification
+from towpath.collectives import backend
 from towpath.collectives.collective import Workspace
 from towpath.core import routes
 from towpath.core.buffers import AllToAll
@@ -254,6 +255,29 @@ def test_all_to_alls_in_flight_keep_their_buffers(defect: str, label: str) -> No
     with pytest.MonkeyPatch.context() as patch, in_form(Form.COLLECTIVES, shared=True):
         patch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # several stages are in flight
         assert told in _told(label, Deep, name, value, owner=owner)
+
+
+PARTS_DEFECTS: dict[str, Any] = {
+    "none": (Message, "wait", Message.wait, "no race"),
+    "parts share a bundle": (
+        backend,
+        "call_parts",
+        lambda length, parts: [(0, length // parts)] * parts,
+        "in no order",
+    ),
+    "a row does not wait for its column": (Message, "wait", _nothing, "in no order"),
+}
+
+
+@pytest.mark.parametrize("defect", PARTS_DEFECTS)
+@in_turn(("zero3@ho-ring", "paro-nnn@ho-ring", "paro-igg"), 1)
+@on_ranks(4)
+def test_parts_in_flight_keep_their_buffers(defect: str, label: str) -> None:
+    """NCCL runs the calls over columns on a stream of their own, beside those over rows."""
+    owner, name, value, told = PARTS_DEFECTS[defect]
+    with in_form(Form.COLLECTIVES, shared=True):
+        found = _told(label, Deep, name, value, owner=owner)
+        assert told in found, found
 
 
 EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offload=optimizer", "zero3"))
@@ -565,7 +589,7 @@ def _told(
     name: str,
     value: Any,
     run: Callable[[Any, Any], None] = four_steps,
-    owner: type = Engine,
+    owner: Any = Engine,
     precision: towpath.Precision | None = None,
 ) -> str:
     """Every rank finds it at the same operation, so that none waits for another."""

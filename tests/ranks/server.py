@@ -310,7 +310,8 @@ def _serve(
 
     warnings_are_errors()
     torch.set_num_threads(1)
-    routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
+    # The models here are small: routes are to cut up what they move all the same.
+    routes.SMALLEST_PART_BYTES = routes.SMALLEST_PART_BYTES_IN_CALLS = 32
     rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
     backend = "gloo" if DEVICE.type == "cpu" else _share_gpu(rank)

@@ -115,6 +115,7 @@ def _calls(transfer: Any) -> float:
     if transfer.form is Form.MESSAGES:
         return 1
     of_rows = transfer.by_rows_and_columns and order_of(transfer.move.groups[0].slots, transfer.grid) is Order.ROWS
+    of_rows = of_rows and transfer.route != "ho-ring"  # its copies are in the order of columns
     found = phases(transfer.move.op, transfer.route, transfer.grid, transfer.parts, transfer.form)
     return sum(p.messages_out + (transfer.grid.nodes if of_rows else 1) * p.messages_inside for p in found)
 

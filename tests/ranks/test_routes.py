@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from tests.ranks.server import World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
+from towpath.collectives import backend
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.select import CoalescedAllGather, group_rank, select
 from towpath.core import routes
@@ -224,6 +227,66 @@ def _columns_and_rows(shape: Topology) -> None:
             assert torch.equal(region, expected), case
         allowed = sum(count * item_bytes(name) for name, count in wire_needs(transfer).items())
         assert used.buffers.nbytes <= allowed, case
+
+
+@more_shapes
+def test_an_ho_ring_of_collectives_is_hierarchical_to_the_bit(world: Worlds, shape: Topology) -> None:
+    """It sums the same values in the same order: those of a node, and then the sums of nodes."""
+    world(shape.world).run(_in_parts, shape)
+
+
+def _in_parts(shape: Topology) -> None:
+    rank, groups = dist.get_rank(), Groups()
+    calls: list[tuple[int, torch.Tensor]] = []
+    # The order of the backend's own sums depends on the length of a call.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "reduce_scatter_single", partial(_reduce_in_rank_order, calls))
+        for op, (order, slots), length in product(COLLECTIVES, _slots(shape).items(), (0, 1, 7, 40, 131)):
+            if op is Op.ALL_REDUCE and order != "rank order":
+                continue  # no group of the engine has one
+            torch.manual_seed(rank)
+            values, ended = torch.randn(length * shape.world), dict[str, torch.Tensor]()
+            for route in ("hierarchical", "ho-ring"):
+                transfer = _in_calls(op, route, shape, slots, values.numel(), "float32")
+                members = group_rank(transfer, rank, lambda ranks, purpose: groups.of(ranks, f"test{purpose}"))
+                region, used = values.clone(), workspace()
+                shard = _own(region, members)
+                calls.clear()
+                select(transfer, members, torch.device("cpu")).run(region, shard, used)
+                ended[route] = shard.clone() if op is Op.REDUCE_SCATTER else region
+                allowed = sum(count * item_bytes(name) for name, count in wire_needs(transfer).items())
+                assert used.buffers.nbytes <= allowed, (route, op, order, length)
+            several = shape.nodes > 1 and shape.ranks_per_node > 1 and length > 16
+            assert (transfer.parts > 1) == several, (transfer, length)
+            if op is not Op.ALL_GATHER and several:
+                assert len(calls) == 2 * transfer.parts
+            assert torch.equal(ended["hierarchical"], ended["ho-ring"]), (op, order, length)
+
+
+def _reduce_in_rank_order(
+    calls: list[tuple[int, torch.Tensor]],
+    shard: torch.Tensor,
+    region: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """A reduce-scatter that adds in the order of ranks. It ends when the caller waits for it."""
+    calls.append((dist.get_world_size(group), shard))
+    each = [torch.empty_like(region) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(each, region.clone(), group=group, async_op=True)
+    assert work is not None
+
+    def end() -> None:
+        work.wait()
+        total = each[0].clone()
+        for other in each[1:]:
+            total += other
+        shard.copy_(total.chunk(len(each))[dist.get_rank(group)])
+
+    if async_op:
+        return cast(dist.Work, SimpleNamespace(wait=end))
+    end()
+    return None
 
 
 @shapes

@@ -91,7 +91,9 @@ def _check(launches: Launches, feedback: bool) -> None:
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # small models are cut into as many parts as large ones
+    # Small models are cut into as many parts as large ones.
+    for smallest in ("SMALLEST_PART_BYTES", "SMALLEST_PART_BYTES_IN_CALLS"):
+        monkeypatch.setattr(routes, smallest, 32)
 
 
 @pytest.mark.parametrize("shape", [seldom(SHAPES[0]), seldom(SHAPES[1]), SHAPES[2]], ids=str)
@@ -102,6 +104,22 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
         _check(launches, feedback=False)
         most = 3 if name != "ddp" and shape != (8, 8) else MOST_COMMUNICATORS.get(name, 3)
         assert len(launches.communicators) <= most, (name, launches.communicators)
+
+
+@pytest.mark.parametrize("name, parts", [("zero3 route=ho-ring", {4}), ("paro-igg", {4}), ("ddp route=ho-ring", {2})])
+def test_an_ho_ring_launches_two_calls_and_one_copy_for_each_part(name: str, parts: set[int]) -> None:
+    with fake_world(2, 8) as (topology, launches):
+        made = parse_strategy(name, topology)
+        model: Any = towpath.shard(Net(), made, topology=topology)
+        for _ in range(2):
+            model(torch.ones(2, 96)).sum().backward()
+    single = [(sent[0], counts) for sent, counts in launches.jobs if len(sent) == 1]
+    sent = [(t, counts) for t, counts in single if t.route == "ho-ring"]
+    assert {t.parts for t, _ in sent} == parts
+    for t, counts in sent:
+        halves = 2 if t.move.op is Op.ALL_REDUCE else 1
+        assert counts[CALLS] == 2 * halves * t.parts and counts[TOGETHER] == 0
+        assert launches_of(t) == Counted(calls=counts[CALLS], operations=halves * t.parts)
 
 
 @pytest.mark.parametrize("name", ["paro-iig", seldom("zero1")])

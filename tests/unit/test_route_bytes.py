@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -93,7 +94,8 @@ def bytes_of_message(t: Transfer, slot: int, part: int, parts: int, adds: bool) 
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_closed_form_is_the_sum_of_the_messages(route: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.core.routes.SMALLEST_PART_BYTES", 256)
+    for smallest in ("SMALLEST_PART_BYTES", "SMALLEST_PART_BYTES_IN_CALLS"):
+        monkeypatch.setattr(f"towpath.core.routes.{smallest}", 256)
     seen: Counter[tuple[object, ...]] = Counter()
     turn = list(ROUTES).index(route)
     # All messages of many ranks are very many: each of the larger grids is met by one route.
@@ -123,6 +125,29 @@ def test_wire_buffers_hold_a_bundle_unless_columns_are_contiguous() -> None:
         assert wire_needs(in_calls(op, "ho-ring", shape, "local-major")) == {"float32": 0}
         assert wire_needs(in_calls(op, "flat", shape)) == {"float32": 0}
         assert wire_needs(in_calls(op, "flat", shape, "local-major")) == {"float32": region}
+
+
+def test_an_ho_ring_in_parts_holds_a_bundle_and_a_copy_of_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region has no such copy, whatever the order of its slices."""
+    monkeypatch.setattr("towpath.core.routes.SMALLEST_PART_BYTES_IN_CALLS", 64)
+    for shape, order in product((Topology(4, 8), Topology(64, 8)), ("rank order", "local-major")):
+        for op, parts in ((Op.ALL_GATHER, 3), (Op.REDUCE_SCATTER, 3), (Op.ALL_REDUCE, 2)):
+            transfer = in_calls(op, "ho-ring", shape, order)
+            assert (transfer.route, transfer.parts) == ("ho-ring", parts)
+            longest = 32 if parts == 2 else 16  # elements of a slice, at a multiple of 16
+            assert wire_needs(transfer) == {"float32": SLICE * shape.nodes + longest * shape.world}
+
+
+def test_parts_of_an_ho_ring_gather_at_least_4_mib_in_each_call() -> None:
+    shape, mebibyte = Topology(2, 8), 1 << 20
+    for op, most in ((Op.ALL_GATHER, 4), (Op.REDUCE_SCATTER, 4), (Op.ALL_REDUCE, 2)):
+        found = {}
+        for mebibytes in (1, 3, 4, 6, 8, 64):
+            transfer = in_calls(op, "ho-ring", shape, elements=mebibytes * mebibyte // 4 * shape.world)
+            assert (transfer.route == "ho-ring") == (transfer.parts > 1)
+            assert transfer.parts == 1 or mebibytes / transfer.parts * shape.nodes >= 4
+            found[mebibytes] = transfer.parts
+        assert found == {1: 1, 3: 1, 4: 2, 6: min(3, most), 8: most, 64: most}
 
 
 def test_many_nodes_take_a_copy_of_the_region_and_few_calls() -> None:

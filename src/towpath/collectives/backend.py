@@ -10,6 +10,8 @@ then shares out the bundles of all its members. A reduce-scatter does the same i
 In memory, either the slices of each row are contiguous, or those of each column. If rows are, the row makes one call
 for each node, and NCCL launches them together. If columns are, the bundle is a part of the region, and the row makes a
 single call. If neither are, or if a row would make too many calls, the region is copied so that columns are contiguous.
+
+In parts, columns and rows work at the same time. The slices of a part are apart in the region, so each part is copied.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
-from towpath.core.routes import Group, Op, Order, columns_first, encoded_slice, order_of
+from towpath.core.routes import Group, Op, Order, call_parts, columns_first, encoded_slice, order_of
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
@@ -35,17 +37,19 @@ from towpath.core.units import Range
 
 def all_gather_single(
     region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
+) -> Any:
     """All-gather `shard` into `region`, under the name that the installed PyTorch has for it."""
     # PyTorch 2.13 and later warn about the older name.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, name)(region, shard, group=group, async_op=async_op)
 
 
-def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter_single(
+    shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
     """Reduce-scatter `region` into `shard`, under the name that the installed PyTorch has for it."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    getattr(dist, name)(shard, region, group=group)
+    return getattr(dist, name)(shard, region, group=group, async_op=async_op)
 
 
 def launched_together(group: dist.ProcessGroup, calls: int) -> AbstractContextManager[object]:
@@ -269,52 +273,94 @@ class RowColumnReduceScatter(_OverColumnsAndRows):
         reduce_scatter_single(shard, bundle, self._column)
 
 
-@final
-class Reordered(Collective):
-    """A gather or a reduce-scatter of slices in an order that the backend's collectives cannot work on.
+class _OnCopies(Collective):
+    """A gather or a reduce-scatter that copies slices from a wire buffer with another order, or to it.
 
-    The slices are copied to a wire buffer in another order, or from there. `inner` works on that buffer.
-
-    `slots`: The slice of the copy that each member holds. `start`: Where the copy starts in the wire buffer. Callers
-    use the elements before it.
+    `slots`: The slice of the copy that each member holds. `start`: Where the caller's part of the wire buffer ends.
     """
 
-    def __init__(
-        self,
-        op: Op,
-        members: GroupRank,
-        slots: Sequence[int],
-        inner: Collective,
-        device: torch.device,
-        start: int = 0,
-    ) -> None:
-        self._op, self._inner, self._start = op, inner, start
+    def __init__(self, op: Op, members: GroupRank, slots: Sequence[int], device: torch.device, start: int) -> None:
+        self._op, self._start = op, start
         pairs = zip(members.group.slots, slots, strict=True)
         # For each slice that is written, the slice that is read: from the copy in a gather, and from the region else.
         order = [read for _, read in sorted(pairs if op is Op.ALL_GATHER else ((b, a) for a, b in pairs))]
         self._order = torch.tensor(order, device=device)
         grid, count = members.grid, len(order)
         # If the order exchanges rows and columns, one strided copy is faster. This is then the number of rows written.
-        self._rows = next((n for n in (grid.nodes, grid.width) if order == _transposed(n, count // n)), 0)
+        self._rows = next((n for n in (1, grid.nodes, grid.width) if order == _transposed(n, count // n)), 0)
+
+    def _slices(self, region: torch.Tensor) -> torch.Tensor:
+        return region.view(len(self._order), -1)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all slices of `source`, or the same part of each, to their places in `target`: [slices, elements]."""
+        count, item = len(self._order), source.element_size()
+        # The copy of a GPU moves one element per thread, so that wider elements take less time.
+        starts = (n for each in (source, target) for n in (each.shape[1], each.stride(0), each.storage_offset()))
+        if all(n * item % 8 == 0 for n in starts):
+            source, target = source.view(torch.int64), target.view(torch.int64)
+        if rows := self._rows:
+            target.view(rows, count // rows, -1).copy_(source.view(count // rows, rows, -1).transpose(0, 1))
+        else:
+            torch.index_select(source, 0, self._order, out=target)
+
+
+@final
+class Reordered(_OnCopies):
+    """A collective on slices in an order that the backend's collectives cannot work on. `inner` works on the copy."""
+
+    def __init__(
+        self, op: Op, members: GroupRank, slots: Sequence[int], inner: Collective, device: torch.device, start: int
+    ) -> None:
+        super().__init__(op, members, slots, device, start)
+        self._inner = inner
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         copy = workspace.take(self._start + len(region), region.dtype)[self._start :]
         if self._op is Op.ALL_GATHER:
             self._inner.run(copy, shard, workspace)
-            self._copy(copy, region)
+            self._copy(self._slices(copy), self._slices(region))
         else:
-            self._copy(region, copy)
+            self._copy(self._slices(region), self._slices(copy))
             self._inner.run(copy, shard, workspace)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        count, item = len(self._order), source.element_size()
-        # The copy of a GPU moves one element per thread, so that wider elements take less time.
-        if all(n * item % 8 == 0 for n in (len(source) // count, source.storage_offset(), target.storage_offset())):
-            source, target = source.view(torch.int64), target.view(torch.int64)
-        if rows := self._rows:
-            target.view(rows, count // rows, -1).copy_(source.view(count // rows, rows, -1).transpose(0, 1))
-        else:
-            torch.index_select(source.view(count, -1), 0, self._order, out=target.view(count, -1))
+
+@final
+class InParts(_OnCopies):
+    """A gather or a reduce-scatter over columns and rows, which work on two parts of all slices at a time (HO-Ring).
+
+    Calls over the column are not waited for at once. So NCCL runs them beside those over the row, and events order the
+    two calls of a part. All ranks launch all calls in one order, because both communicators share the device.
+    """
+
+    def __init__(self, op: Op, members: GroupRank, parts: int, device: torch.device, start: int) -> None:
+        super().__init__(op, members, columns_first(members.grid), device, start)
+        assert members.column is not None and members.row is not None
+        self._column, self._row, self._parts, self._nodes = members.column, members.row, parts, members.grid.nodes
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        slices, nodes, cuts = self._slices(region), self._nodes, call_parts(len(shard), self._parts)
+        sizes = [nodes * len(shard), len(slices) * cuts[0][1]]
+        bundle, copies = workspace.take(self._start + sum(sizes), region.dtype)[self._start :].split(sizes)
+        # Of each part: all slices, their copy, the bundle of this member's column, and its own slice.
+        parts = [
+            (slices[:, a:b], copies[: len(slices) * (b - a)], bundle[nodes * a : nodes * b], shard[a:b])
+            for a, b in cuts
+        ]
+        if self._op is Op.ALL_GATHER:
+            crossing = [all_gather_single(column, own, self._column, async_op=True) for *_, column, own in parts]
+            for work, (part, copy, column, _) in zip(crossing, parts, strict=True):
+                work.wait()
+                all_gather_single(copy, column, self._row)
+                self._copy(self._slices(copy), part)
+            return
+        crossing = list[dist.Work]()
+        for part, copy, column, own in parts:
+            self._copy(part, self._slices(copy))
+            reduce_scatter_single(column, copy, self._row)
+            crossing.append(reduce_scatter_single(own, column, self._column, async_op=True))
+        for work in crossing:
+            work.wait()
 
 
 def _transposed(rows: int, columns: int) -> list[int]:
@@ -322,9 +368,13 @@ def _transposed(rows: int, columns: int) -> list[int]:
     return [column * rows + row for row in range(rows) for column in range(columns)]
 
 
-def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0) -> Collective:
+def grouped(
+    op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0, parts: int = 1
+) -> Collective:
     """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length."""
     # `start`: The elements of the wire buffer that the caller uses itself.
+    if route == "ho-ring":
+        return InParts(op, members, parts, device, start)
     if not is_direct(route, members):
         slots = tuple(range(len(members.group.ranks))) if route == "flat" else columns_first(members.grid)
         ordered = replace(members, group=Group(members.group.ranks, slots))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Ranks, Transfer
+from towpath.core.transport import Transport
 from towpath.core.units import Range
 from towpath.errors import ConfigError
 
@@ -40,9 +41,11 @@ def form_for(backend: str) -> Form:
     return Form.COLLECTIVES if backend == "nccl" else Form.MESSAGES
 
 
-def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0) -> Collective:
+def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0, parts: int = 0) -> Collective:
     """Return the collective that executes `transfer` on this rank."""
     # `start`: The elements of the wire buffer that the caller uses itself.
+    # `parts`: How many parts collectives cut slices into, if not as many as those of the transfer.
+    parts = parts or transfer.parts
     # Bitmaps and sizes. Their maximum is the union, or the largest.
     if transfer.kind in BY_MAXIMUM:
         return FlatAllReduce(members, dist.ReduceOp.MAX)
@@ -66,15 +69,15 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     elif not in_calls:
         return PointToPoint(transfer, members)
     elif op is Op.ALL_GATHER:
-        return grouped(op, route, members, transfer.elements, device, start)
+        return grouped(op, route, members, transfer.elements, device, start, parts)
     else:
-        reduce = grouped(Op.REDUCE_SCATTER, route, members, transfer.elements, device)
+        reduce = grouped(Op.REDUCE_SCATTER, route, members, transfer.elements, device, parts=parts)
     if op is Op.REDUCE_SCATTER:
         return reduce
     # An all-reduce of another route is a reduce-scatter and an all-gather, each over the route.
     gather = replace(transfer, move=replace(transfer.move, op=Op.ALL_GATHER))
     own = slice(*transfer.bounds(members.slot))
-    return ReduceThenGather(own, reduce, select(gather, members, device))
+    return ReduceThenGather(own, reduce, select(gather, members, device, parts=parts))
 
 
 def group_rank(
@@ -115,8 +118,10 @@ class CoalescedAllGather(Collective):
         assert all(g.route == first.route and g.elements % count == 0 for g in gathers), "not alike, or slices uneven"
         self._members = members
         self._bytes = sum(each.region_bytes for each in gathers)
-        packed = replace(first, payload=Range("", "", self._bytes, "uint8"))
-        self._direct = first.form is Form.COLLECTIVES and is_direct(first.route, members)
+        # Small gathers are not cut into parts.
+        route: Any = "hierarchical" if first.by_rows_and_columns else first.route
+        packed = replace(first, payload=Range("", "", self._bytes, "uint8"), transport=Transport(route))
+        self._direct = first.form is Form.COLLECTIVES and is_direct(route, members)
         self._gather = select(packed, members, device, 0 if self._direct else self._bytes)
 
     def run(self, region: Sequence[torch.Tensor], shard: Sequence[torch.Tensor], workspace: Workspace) -> None:

@@ -19,6 +19,7 @@ from towpath.core.routes import (
     Op,
     Order,
     Send,
+    call_parts,
     cell_elements,
     cells_of,
     concurrent_receives,
@@ -76,8 +77,9 @@ def coalesced_bytes(transfer: Transfer) -> int:
     if transfer.form is Form.MESSAGES:
         return transfer.region_bytes
     group, grid = transfer.move.groups[0], transfer.grid
-    direct = group.in_order if transfer.route == "flat" else order_of(group.slots, grid) is not Order.OTHER
-    grouped = grouped_wire_elements(transfer.route, grid, transfer.region_bytes, group.slots)
+    route = "hierarchical" if transfer.by_rows_and_columns else transfer.route
+    direct = group.in_order if route == "flat" else order_of(group.slots, grid) is not Order.OTHER
+    grouped = grouped_wire_elements(route, grid, transfer.region_bytes, group.slots)
     return grouped if direct else grouped + transfer.region_bytes
 
 
@@ -143,24 +145,27 @@ def wire_elements(
         return gathered, 0
     gathering = gathered
     if form is Form.COLLECTIVES:
-        gathering += grouped_wire_elements(gather_route, grid, gathered if codec else elements, slots)
+        gathering += grouped_wire_elements(gather_route, grid, gathered if codec else elements, slots, parts)
     if op is Op.ALL_GATHER:
         return gathering, 0
     if hops := hops_of(route, grid):
         layout = AllToAll(hops, parts, elements, codec)
         return max(layout.wire_elements, gathering if op is Op.ALL_REDUCE else 0), layout.sum_elements
     if form is Form.COLLECTIVES and elements % members == 0:
-        return grouped_wire_elements(route, grid, elements, slots), 0
+        return grouped_wire_elements(route, grid, elements, slots, parts), 0
     return concurrent_receives(route, grid, parts) * cell_elements(elements, members, parts), 0
 
 
-def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[int, ...] = ()) -> int:
+def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[int, ...] = (), parts: int = 1) -> int:
     """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives."""
     # It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
-    # If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
+    # If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns. In
+    # parts, it holds the bundle and such a copy of one part.
     in_order = tuple(range(grid.nodes * grid.width))
     if route == "flat":
         return 0 if slots in ((), in_order) else elements
+    if route == "ho-ring":
+        return elements // grid.width + len(in_order) * call_parts(elements // len(in_order), parts)[0][1]
     order = order_of(slots or in_order, grid)
     return {Order.ROWS: elements // grid.width, Order.COLUMNS: 0, Order.OTHER: elements}[order]
 

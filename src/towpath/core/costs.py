@@ -216,9 +216,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MES
     if op is not Op.ALL_GATHER:
         found += reversed(_gather_phases(effective_route(route, grid, op, form), grid, parts, form))
     if op is not Op.REDUCE_SCATTER:
-        # The slices of an all-reduce are not cut into parts by the gather of the other form.
-        cut = parts if form is Form.MESSAGES else 1
-        gather = _gather_phases(effective_route(route, grid, Op.ALL_GATHER, form), grid, cut, form)
+        gather = _gather_phases(effective_route(route, grid, Op.ALL_GATHER, form), grid, parts, form)
         if form is Form.COLLECTIVES and op is Op.ALL_REDUCE and effective_route(route, grid, op, form) == "flat":
             gather = [replace(p, messages_out=0, messages_inside=0) for p in gather]  # one call does both halves
         found += gather
@@ -226,8 +224,9 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MES
 
 
 def _gather_phases(route: str, grid: Grid, parts: int, form: Form) -> list[PhaseLoad]:
-    found = list(_PHASES[route](grid, parts))
-    if form is Form.COLLECTIVES:
+    in_parts = form is Form.COLLECTIVES and route == "ho-ring"
+    found = list((_in_parts if in_parts else _PHASES[route])(grid, parts))
+    if form is Form.COLLECTIVES and not in_parts:
         crossing = (1, 0) if grid.nodes > 1 else (0, 1)
         # The calls of each phase, out of the node and inside. Each part of two hops takes one call in each hop.
         calls = {"hierarchical": [(1, 0), (0, 1)], "two-hop": [(parts, parts - 1), (0, 1)]}.get(route, [crossing])
@@ -254,6 +253,15 @@ def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
     shared = last * (grid.nodes * parts - 1)
     yield PhaseLoad(out - 1 + within, grid.width * (grid.nodes - 1), shared / parts, out, shared)
     yield PhaseLoad(within, 0, last / parts, 0, last)
+
+
+def _in_parts(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
+    """Yield the phases of an HO-Ring of collectives: the first part crosses, others while one is inside, the last."""
+    rounds, inside, share = grid.nodes - 1, (grid.width - 1) * grid.nodes, 1 / parts
+    leaving, rest = grid.width * rounds, 1 - share
+    yield PhaseLoad(rounds, leaving * share, 0, 1, 0)
+    yield PhaseLoad((parts - 1) * rounds, leaving * rest, inside * rest, parts - 1, parts - 1)
+    yield PhaseLoad(grid.width - 1, 0, inside * share, 0, 1)
 
 
 def _two_hop_phases(grid: Grid, parts: int) -> Iterator[PhaseLoad]:
@@ -355,6 +363,8 @@ def _moved(transfer: Transfer, op: Op) -> Launches:
         found = phases(op, route, grid, transfer.parts)
         messages = 2 * sum(p.messages_out + p.messages_inside for p in found)
         return Launches(batches=sum(p.rounds for p in found), messages=round(messages))
+    if route == "ho-ring":  # each part is copied, too
+        return Launches(calls=2 * transfer.parts, operations=transfer.parts)
     if route not in ("hierarchical", "two-hop"):
         ordered = op is Op.ALL_REDUCE or transfer.move.groups[0].in_order
         return Launches(calls=1, operations=int(not ordered))

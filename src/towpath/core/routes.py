@@ -19,7 +19,8 @@ content at the target.
 A *form* says how a route is executed. NCCL takes few large collectives in place of the messages:
 
     flat, ring               the backend's own collective over the whole group
-    hierarchical, ho-ring    an all-gather over a *column* (one member of each node), then one over each *row* (a node)
+    hierarchical             an all-gather over a *column* (one member of each node), then one over each *row* (a node)
+    ho-ring                  as hierarchical, in parts: while one part is in its column, another is in its row
     two-hop                  as hierarchical, but reductions exchange slices all-to-all, first in rows, then in columns
     one-hop                  as flat, but reductions exchange slices all-to-all
 """
@@ -73,8 +74,12 @@ TWO_HOP_PARTS = 4
 # In the form of collectives, each part takes two calls. An all-reduce ends with the two calls of a gather. With three
 # parts it makes as many calls as a reduction of four parts.
 TWO_HOP_PARTS_OF_AN_ALL_REDUCE = 3
+# The HO-Ring also takes two calls for each part, and an all-reduce four.
+HO_RING_PARTS_IN_CALLS = {Op.ALL_GATHER: 4, Op.REDUCE_SCATTER: 4, Op.ALL_REDUCE: 2}
 # Each part costs a fixed time. Smaller parts lose more by it than they gain (benchmarks/suites/collectives.py).
 SMALLEST_PART_BYTES = 1 << 18
+# A call of NCCL has a higher fixed cost than a message. With parts of this size, each call gathers at least 4 MiB.
+SMALLEST_PART_BYTES_IN_CALLS = 1 << 21
 # How many steps an item of the HO-Ring may take. Two items are in flight at a time, so that no link waits for the next
 # one. A slice that is not cut into parts takes one step, because it must arrive before it is forwarded.
 HO_RING_STEPS = 2
@@ -178,7 +183,7 @@ def effective_route(route: str, grid: Grid, op: Op = Op.ALL_GATHER, form: Form =
     assert route in ROUTES, route
     if form is Form.COLLECTIVES:
         direct = op is not Op.ALL_GATHER and route in ALL_TO_ALL
-        if not direct:
+        if not direct and route != "ho-ring":
             route = "flat" if route in ("flat", "ring", "one-hop") else "hierarchical"
     return "flat" if grid.plain and route not in ("ring", "one-hop") else route
 
@@ -186,12 +191,20 @@ def effective_route(route: str, grid: Grid, op: Op = Op.ALL_GATHER, form: Form =
 def parts_of(route: str, grid: Grid, slice_bytes: int, op: Op = Op.ALL_GATHER, form: Form = Form.MESSAGES) -> int:
     """Return how many parts `route` cuts each slice into."""
     # With several parts, one link forwards a part while another link still receives the next one.
-    two_hop = TWO_HOP_PARTS
-    if form is Form.COLLECTIVES and op is Op.ALL_REDUCE:
-        two_hop = TWO_HOP_PARTS_OF_AN_ALL_REDUCE
-    used = effective_route(route, grid, op, form)
-    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": two_hop}.get(used, 1)
-    return max(1, min(most, slice_bytes // SMALLEST_PART_BYTES))
+    used, in_calls = effective_route(route, grid, op, form), form is Form.COLLECTIVES
+    most, smallest = 1, SMALLEST_PART_BYTES
+    if used == "two-hop":
+        most = TWO_HOP_PARTS_OF_AN_ALL_REDUCE if in_calls and op is Op.ALL_REDUCE else TWO_HOP_PARTS
+    elif used == "ho-ring" and in_calls:
+        most, smallest = HO_RING_PARTS_IN_CALLS[op], SMALLEST_PART_BYTES_IN_CALLS
+    elif used == "ho-ring":
+        most = max(HO_RING_PARTS, grid.width)
+    return max(1, min(most, slice_bytes // smallest))
+
+
+def call_parts(length: int, parts: int) -> list[tuple[int, int]]:
+    """Return the start and end of each part of a slice of `length` elements, for collectives. The first is longest."""
+    return [bounds(length, parts, part, CELL_ALIGNMENT) for part in range(parts)]
 
 
 class Order(StrEnum):

@@ -85,7 +85,8 @@ class Transfer:
         in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
         if in_calls and self.transport.encoding is None and self.elements % self.move.members:
             return "flat"
-        return self.transport.route_on(self.move.op, self.grid, self.form, self.coding is not None)
+        size = self._slice_bytes if in_calls else 0
+        return self.transport.route_on(self.move.op, self.grid, self.form, self.coding is not None, size)
 
     @property
     def coding(self) -> Coding | None:
@@ -115,7 +116,7 @@ class Transfer:
     @property
     def by_rows_and_columns(self) -> bool:
         """True if collectives of rows and columns execute it, and none of the whole group."""
-        return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "two-hop")
+        return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "ho-ring", "two-hop")
 
     @property
     def partitions(self) -> tuple[Ranks, ...]:
@@ -127,8 +128,11 @@ class Transfer:
         """Number of parts that each slice is cut into while it is sent."""
         if self.move.op is Op.SEND or isinstance(self.payload, Matrices):
             return 1
-        size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.transport.encoding)
-        return parts_of(self.route, self.grid, size, self.move.op, self.form)
+        return parts_of(self.route, self.grid, self._slice_bytes, self.move.op, self.form)
+
+    @property
+    def _slice_bytes(self) -> int:
+        return slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.transport.encoding)
 
     @property
     def grain(self) -> int:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import DIFFERENCES, EXACT, VALUES, Codec, Coding, item_bytes
-from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route, parts_of
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError, ShardError
 
@@ -271,17 +271,23 @@ class Transport:
         factor = 0 if self.low_rank is None else self.low_rank.rank * matrix_of(shape)[1]
         return factor, 0 if self.feedback == "none" else prod(shape)
 
-    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES, coded: bool = False) -> str:
-        """Return the route that is used for `op` on `grid`, if it is executed in `form`.
+    def route_on(
+        self, op: Op, grid: Grid, form: Form = Form.MESSAGES, coded: bool = False, slice_bytes: int = 0
+    ) -> str:
+        """Return the route that is used for `op` on `grid`, if it is executed in `form`, with slices of these bytes.
 
         On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it. With a coding (`coded`),
-        an all-reduce uses 'ring' in place of 'flat', because the backend's own cannot be encoded on its way.
+        an all-reduce uses 'ring' in place of 'flat', because the backend's own cannot be encoded on its way. In
+        collectives, 'ho-ring' in one part is 'hierarchical'. With a coding it is, too, because sizes are not known.
         """
         if op in WITH_OWNERS:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
         route = effective_route(self.route, grid, op, form)
+        if form is Form.COLLECTIVES and route == "ho-ring":
+            in_parts = not coded and parts_of(route, grid, slice_bytes, op, form) > 1
+            route = route if in_parts else "hierarchical"
         return "ring" if coded and op is Op.ALL_REDUCE and route == "flat" else route
 
     def check(self, op: Op, what: str) -> None:

@@ -74,6 +74,11 @@ class TransferShape:
     form: Form = Form.MESSAGES  # how the route is executed
     coding: Coding | None = None  # how what crosses nodes is encoded without losing a bit
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether collectives execute it as an HO-Ring."""
+        return self.form is Form.COLLECTIVES and self.route == "ho-ring"
+
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:
         """Return the shape of a transfer."""
@@ -99,8 +104,8 @@ class TransferShape:
         """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
         elements, codec = numel // move.regions, transport.encoding
         coding = transport.coding(move.op, move.grid, elements, dtype, form)
-        route = transport.route_on(move.op, move.grid, form, coding is not None)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
+        route = transport.route_on(move.op, move.grid, form, coding is not None, size)
         parts = parts_of(route, move.grid, size, move.op, form)
         shape = TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
         return replace(shape, coding=coding)
@@ -117,7 +122,9 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     comparable = shape.codec is None or shape.op is Op.ALL_GATHER
     if (measured := hardware.measured) is not None and measured.topology == hardware.topology and comparable:
         size = shape.slice_bytes * shape.grid.nodes * shape.grid.width
-        ratio = measured.ratio(shape.op, GroupMesh(shape.grid, shape.stride), shape.route, size)
+        # The probe measures the calls of an HO-Ring one after the other.
+        route = "hierarchical" if shape.in_parts else shape.route
+        ratio = measured.ratio(shape.op, GroupMesh(shape.grid, shape.stride), route, size)
         moved = [cost.scaled(ratio) for cost in moved]
     costs = list(moved)
     if shape.coding is not None:
@@ -210,7 +217,10 @@ def _messages_cost(shape: TransferShape, phase: PhaseLoad, hardware: Hardware) -
     if hardware.racks is not None:
         needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
     needed = {name: amount for name, amount in needs.items() if amount}
-    return PhaseCost(phase.rounds * latency + messages, needed)
+    seconds = phase.rounds * latency + messages
+    if shape.in_parts and not phase.leaving:  # other parts are copied while one crosses
+        seconds += shape.slice_bytes * grid.nodes * grid.width / shape.parts / hardware.memory_rate
+    return PhaseCost(seconds, needed)
 
 
 def _message_coding_costs(shape: TransferShape, coding: Coding, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
