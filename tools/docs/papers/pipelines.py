@@ -64,7 +64,7 @@ def _gain(model: str, compression: str, *layout: int) -> list[str]:
 
 
 def lines() -> Iterator[Line]:
-    """Yield the rows of Table 2 and Fig. 14. None counts: Towpath's messages between stages are not split."""
+    """Yield the rows of Table 2 and Fig. 14. None counts: a step takes less than half of the printed seconds."""
     for model, days in DAYS.items():
         printed = f"{days['nothing'] * 86400 / STEPS:.1f}"
         yield Line(("Table 2", f"seconds of a step, {model}", printed), partial(_baseline, model))
