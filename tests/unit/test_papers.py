@@ -28,7 +28,7 @@ def events(program: Program, preset: str, micro_steps: int = 2) -> tuple[list[Ac
     return found, [each.task for each in found if isinstance(each, Submit)]
 
 
-@pytest.mark.parametrize("program", set(PROGRAMS.values()), ids=str)
+@pytest.mark.parametrize("program", dict.fromkeys(PROGRAMS.values()), ids=str)
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "paro-iig"])
 def test_a_program_waits_at_once_for_what_is_in_series(program: Program, preset: str) -> None:
     found, tasks = events(program, preset)
