@@ -8,7 +8,7 @@
 #   make demo     train a small GPT under several strategies and compare them
 #   make docs     serve the documentation on port 8000 of this machine
 #   make parity   run every test with every strategy, cluster shape and model (hours)
-#   make soak     run trainings whose ranks are killed again and again
+#   make soak     train for half an hour while ranks, nodes and islands are lost; see tests/ranks/test_soak.py
 #   make gpu      try and measure everything on one GPU (twelve minutes), with the Python and torch that are there
 
 PYTHON ?= $(shell .ci/python)

@@ -37,6 +37,7 @@ SUITES = {
     "pipeline": ("pipeline", "pipelines against PyTorch's with DDP stages, and what compression wins"),
     "quality": ("quality", "what codecs cost in validation loss"),
     "quality_pipeline": ("quality_pipeline", "what the compression of pipelines costs in perplexity"),
+    "propagation": ("propagation", "what lazy error propagation does to gradients and to training"),
     "outer_bytes": ("outer", "what islands with outer steps send between nodes, by the kernel's counters"),
     "outer_overlap": ("outer", "steps with an exchange between islands under way, against steps without"),
     "outer_simulator": ("outer", "predicted against measured steps of islands, over a period of outer steps"),
@@ -46,6 +47,7 @@ SUITES = {
     "checkpoints": ("trainer", "how long a checkpoint stops training, in the background and in the foreground"),
     "protect": ("protect", "what protection from lost nodes costs while none is lost: steps, and bytes"),
     "healing": ("healing", "a run that loses one node of three, with its memory and disk, and heals"),
+    "islands": ("islands", "islands that are killed and return over 10 Mbit/s, while the others train on"),
     "recovery": ("recovery", "the seconds from a loss to the next step, and where they go"),
     "soak": ("soak", "a run whose ranks are killed and restarted again and again"),
 }

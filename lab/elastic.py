@@ -5,6 +5,8 @@
 
 A torchrun is started for one node at a time, again after the node was rebuilt. Its settings are those with which a job
 goes on soonest after a node is lost. They are the ones that the guide recommends.
+
+With `apart`, each node's torchrun is a job of its own, and there is no store.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class ElasticRun:
         fewest: The number of nodes with which the job may go on. Default: all of them.
         restarts: How often each torchrun starts its ranks again.
         options: More options of torchrun.
+        apart: Whether each node is a job of its own.
     """
 
     def __init__(
@@ -66,16 +69,18 @@ class ElasticRun:
         fewest: int | None = None,
         restarts: int = 100,
         options: Sequence[str] = (),
+        apart: bool = False,
     ) -> None:
         self.folder = folder
         self._client, self._topology, self._racks, self._env = client, topology, racks, env
         nodes = topology.nodes if fewest is None else f"{fewest}:{topology.nodes}"
         settings = ",".join(f"{name}={value}" for name, value in RENDEZVOUS.items())
+        meeting = ("--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"head:{STORE_PORT}")
         self._command = (
             *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", str(nodes), "--nproc-per-node", str(topology.ranks_per_node)),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"head:{STORE_PORT}", "--rdzv-id", "lab"),
-            *("--rdzv-conf", settings, "--max-restarts", str(restarts), "--monitor-interval", "0.1"),
+            *(("--standalone",) if apart else (*meeting, "--rdzv-id", "lab", "--rdzv-conf", settings)),
+            *("--nproc-per-node", str(topology.ranks_per_node)),
+            *("--max-restarts", str(restarts), "--monitor-interval", "0.1"),
             *options,
             *argv,
         )
@@ -84,7 +89,8 @@ class ElasticRun:
         self._ends: dict[int, int] = {}  # by node: how its last torchrun ended
         folder.mkdir(parents=True, exist_ok=True)
         self._head = topology.nodes
-        self.start(self._head)
+        if not apart:
+            self.start(self._head)
 
     def start(self, node: int) -> None:
         """Start the torchrun of a node, for the first time or again. On a rebuilt head node, start the store again.

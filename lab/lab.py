@@ -191,10 +191,11 @@ class Lab:
         fewest: int | None = None,
         restarts: int = 100,
         options: Sequence[str] = (),
+        apart: bool = False,
     ) -> ElasticRun:
         """Prepare a job that goes on when nodes are lost. Start each node's torchrun with the `start` of the result.
 
-        The lab needs a head node, for the store in which the nodes meet.
+        The lab needs a head node, for the store in which the nodes meet, unless each node is a job of its own.
 
         Args:
             argv: The script and its arguments, or "-m" and a module.
@@ -203,16 +204,17 @@ class Lab:
             fewest: The number of nodes with which the job may go on. By default all of them.
             restarts: How often each torchrun starts its ranks again.
             options: More options of torchrun.
+            apart: Whether each node is a job of its own, such as an island that comes and goes.
 
         Returns:
-            The job. Its store runs.
+            The job. Its store runs, if it has one.
 
         Raises:
             LabError: There is no such script, no head node, or the lab is busy.
         """
         check_script(argv)
         self._check_idle()
-        if self._nodes == self.topology.nodes:
+        if self._nodes == self.topology.nodes and not apart:
             raise LabError("an elastic job needs a head node for its store. Create the lab with head=True.")
         job = ElasticRun(
             *(self._client, self.topology, self.racks, argv, folder),
@@ -220,6 +222,7 @@ class Lab:
             fewest=fewest,
             restarts=restarts,
             options=options,
+            apart=apart,
         )
         self._run = job
         return job

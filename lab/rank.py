@@ -7,6 +7,7 @@ same time. `import lab` works in the script.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import sys
@@ -45,7 +46,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
         return
     ours = str(Path(str(errors.__file__)).parent)
-    theirs = [*takewhile(lambda frame: not frame.filename.startswith(ours), traceback.extract_tb(trace))]
+    frames = (frame for frame in traceback.extract_tb(trace) if frame.filename != contextlib.__file__)  # of decorators
+    theirs = [*takewhile(lambda frame: not frame.filename.startswith(ours), frames)]
     where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     # torch.distributed wraps the hook, and collects what it writes to sys.stderr until it returns.
     stderr = sys.__stderr__ or sys.stderr

@@ -68,7 +68,7 @@ FEATURES = (
     _feature(
         "pipelines",
         lab="pipeline_bytes",
-        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
+        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts pipeline_shares train_stages",
         unit="compression pipeline_order split stage_link",
     ),
     _feature("tensor parallelism", ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel"),
@@ -102,10 +102,12 @@ OTHER = _files(
     fake_cuda="device",
     lab="clusters command destroy lab lab_page leftovers",
     ranks="""
-            bench_failures demo examples gpu_script install pages server train train_command train_models
+            bench_failures demo emulated_pipeline examples gpu_script install pages server train train_command
+            train_models
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features metrics
-            names output package plots public session stopping train_command train_models typing
+            forecasts names output package papers plots public published session stopping train_command train_models
+            typing
         """,
 )

@@ -237,7 +237,7 @@ def _left(began: float, done: int, total: int) -> str:
 
 
 # Options that make the results of a case other results.
-_ASKED = ("candidates", "screen", "steps", "kills", "seed", "against")
+_ASKED = ("candidates", "screen", "steps", "kills", "period", "seed", "against")
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:

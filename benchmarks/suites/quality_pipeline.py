@@ -8,8 +8,8 @@ with a seed of their own come first. Then come other ranks and shares of the sta
 counts the scheduled bytes of each part of a step. `python -m benchmarks report quality_pipeline` judges the runs.
 
 A run is one thread of one process. It computes the optimizer steps of the eight ranks one after the other. Stages,
-senders of messages and low-rank sums are those of a pipeline (tests/ranks/test_low_rank.py). So `--part 1/2` and
-`--part 2/2` may run at once.
+senders of messages and low-rank sums are those of a pipeline (tests/ranks/test_emulated_pipeline.py). So `--part 1/2`
+and `--part 2/2` may run at once. The suite `propagation` has more on the messages between stages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.suites.emulated_pipeline import EmulatedPipeline, Observed
+from benchmarks.suites.emulated_pipeline import DroppingLink, EmulatedPipeline, Link
 from benchmarks.suites.pipeline import (
     COPIES,
     EVERY_MESSAGE,
@@ -67,12 +67,14 @@ QUICK_SIZES = replace(SIZES.quick(), wait_seconds=0.0, batch=2)
 SETTING = {"sizes": asdict(SIZES), "peak": PEAK, "warm_up": WARM_UP, "windows": WINDOWS_AT_THE_END}
 
 BASELINE, CONTROL = "baseline", "control"
+DROPPED = "cb, dropped"  # exposed gradients are zeros, and nothing is rescaled
 # The candidates of `pipeline` that the variants are.
 VARIANTS = {
     BASELINE: "uncompressed",
     CONTROL: "uncompressed",
     "cb": "cb",
     "cb, no error propagation": "cb, no feedback",
+    DROPPED: DROPPED,
     EVERY_MESSAGE: EVERY_MESSAGE,
     "cb+fe": "cb+fe",
     "cb+fe+sc": "cb+fe+sc",
@@ -126,11 +128,11 @@ class PipelineQualityRun(VariantRun):
         torch.set_num_threads(1)
         try:
             counts = (2, 2) if settings.quick else (WINDOWS, WINDOWS_AT_THE_END)
-            trained = train(self.variant, self.seed, steps, sizes, counts, settings.say)
+            found = train(self.variant, self.seed, steps, sizes, counts, settings.say)
         finally:
             torch.set_num_threads(threads)
-        checks = [Check("final loss, nats a token", trained.final)]
-        return {"checks": checks, "steps": steps, "setting": SETTING, **asdict(trained)}
+        checks = [Check("final loss, nats a token", found.final)]
+        return {"checks": checks, "steps": steps, "setting": SETTING, **asdict(found)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,8 @@ class BytesCase:
         found: dict[str, dict[str, int]] = {}
         with lab.Lab(TOPOLOGY, inter=None) as cluster:
             for name in ("uncompressed", *dict.fromkeys(list(VARIANTS.values())[2:])):
+                if name == DROPPED:  # no pipeline does this
+                    continue
                 found[name] = cluster.call(_bytes_of, name, sizes, timeout_seconds=600)[-1]
                 settings.say(f"{name}: {found[name]}")
         first, all_parts = found["uncompressed"], found["cb+fe+sc"]
@@ -197,65 +201,74 @@ def train(
     variant: str, seed: int, steps: int, sizes: Sizes, windows_of: tuple[int, int], say: Callable[[str], None]
 ) -> Trained:
     """Train a variant. `windows_of` has the windows of a validation, and those of the last one."""
-    text = tokens(sizes.vocabulary) if sizes.vocabulary > 256 else gpt.corpus()
-    split = len(text) // 10 * 9
-    data, held_out = batches(text[:split], 1000 * seed, sizes, reverse=variant == CONTROL), text[split:]
-    made = EmulatedPipeline(sizes, compression_in(variant, sizes, steps), seed)
-    parameters = made.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    text, held_out = split_text(sizes.vocabulary)
+    link = DroppingLink if variant == DROPPED else Link
+    made = EmulatedPipeline(sizes, compression_in(variant, sizes, steps), seed, link=link)
+    data = batches(text, 1000 * seed, sizes, reverse=variant == CONTROL)
+    return train_and_validate(made, data, held_out, steps, windows_of, say)
+
+
+def train_and_validate(
+    made: EmulatedPipeline,
+    data: Iterator[tuple[Tensor, Tensor]],
+    held_out: Tensor,
+    steps: int,
+    windows_of: tuple[int, int],
+    say: Callable[[str], None],
+    peak: float = PEAK,
+    every: int = EVERY,
+) -> Trained:
+    """Train a pipeline, and validate it every so many steps."""
     curve: list[tuple[int, float]] = []
     observed: list[dict[str, float]] = []
+    made.observe()
+    for step in training(made, data, steps, peak):
+        if step % every == 0 or step == steps:
+            curve.append((step, validation(made, held_out, windows_of[0])))
+            observed += ({"step": step, "stage": stage, "lost": lost} for stage, lost in made.losses().items())
+            say(f"step {step} of {steps}: validation loss {curve[-1][1]:.4f}")
+        if (step + 1) % every == 0 or step + 1 == steps:
+            made.observe()  # only in steps that a validation follows
+    return Trained(curve, validation(made, held_out, windows_of[1]), observed)
+
+
+def training(
+    made: EmulatedPipeline, data: Iterator[tuple[Tensor, Tensor]], steps: int, peak: float = PEAK
+) -> Iterator[int]:
+    """Take the optimizer steps of a run, and yield after each one how many there were."""
+    parameters = made.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=peak, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(steps):
-        set_learning_rate(optimizer, PEAK, step, steps)
-        last = (step + 1) % EVERY == 0 or step + 1 == steps
-        made.observed = [] if last else None
+        set_learning_rate(optimizer, peak, step, steps)
         made.step(*next(data))
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        if last:
-            curve.append((step + 1, validation(made, held_out, sizes, windows_of[0])))
-            observed += _summed(step + 1, made.observed or [])
-            say(f"step {step + 1} of {steps}: validation loss {curve[-1][1]:.4f}")
-    return Trained(curve, validation(made, held_out, sizes, windows_of[1]), observed)
+        yield step + 1
 
 
-def batches(text: Tensor, seed: int, sizes: Sizes, reverse: bool) -> Iterator[tuple[Tensor, Tensor]]:
+def split_text(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the text to train on, and the held-out last tenth."""
+    text = tokens(vocabulary) if vocabulary > 256 else gpt.corpus()
+    split = len(text) // 10 * 9
+    return text[:split], text[split:]
+
+
+def batches(
+    text: Tensor, seed: int, sizes: Sizes, *, reverse: bool = False, copies: int = COPIES
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the same samples in one order of a copy's samples, or in the reverse order."""
     generator = torch.Generator().manual_seed(seed)
     each = sizes.batch * sizes.micro_batches
     while True:
-        starts = torch.randint(len(text) - sizes.length - 1, (COPIES, each), generator=generator)
+        starts = torch.randint(len(text) - sizes.length - 1, (copies, each), generator=generator)
         yield windows(text, (starts.flip(1) if reverse else starts).flatten(), sizes.length)
 
 
-def validation(made: EmulatedPipeline, text: Tensor, sizes: Sizes, count: int) -> float:
+def validation(made: EmulatedPipeline, text: Tensor, count: int) -> float:
     """Return the mean loss on `count` windows of the held-out text."""
-    starts = torch.linspace(0, len(text) - sizes.length - 2, count).long()
-    sums = [made.evaluate(*windows(text, part, sizes.length)) * len(part) for part in starts.split(64)]
+    starts = torch.linspace(0, len(text) - made.sizes.length - 2, count).long()
+    sums = [made.evaluate(*windows(text, part, made.sizes.length)) * len(part) for part in starts.split(64)]
     return sum(sums) / count
-
-
-def _summed(step: int, observed: Iterable[Observed]) -> Iterator[dict[str, float]]:
-    """Yield what the messages of each stage lost in a step: means, and of cosines also the largest."""
-    by_stage: defaultdict[int, list[Observed]] = defaultdict(list)
-    for each in observed:
-        by_stage[each.stage].append(each)
-    for stage, found in sorted(by_stage.items()):
-        cosines = [each.cosine for each in found if each.cosine is not None]
-        differences = [each.mean_of_difference for each in found if each.mean_of_difference is not None]
-        line = {
-            "step": step,
-            "stage": stage,
-            "lost": statistics.mean(each.lost for each in found),
-            "mean of errors": statistics.mean(each.mean_of_error for each in found),
-        }
-        if cosines:
-            line |= {
-                "cosine": statistics.mean(cosines),
-                "largest cosine": max(map(abs, cosines)),
-                "mean of differences": statistics.mean(differences),
-            }
-        yield line
 
 
 RUNS: list[PipelineQualityRun | BytesCase] = [
@@ -285,6 +298,32 @@ def rows_of(runs: Iterable[Mapping[str, Any]]) -> list[Judged]:
     """Return the variants, judged by their perplexity."""
     trained = [dict(run) for run in runs if "variant" in run["case"]]
     return judged(trained, [*VARIANTS, *SWEEP], BASELINE, math.exp)
+
+
+def steps_to(curve: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Return after how many steps a curve first has a loss, between two validations in proportion."""
+    before: tuple[int, float] | None = None
+    for step, here in curve:
+        if here <= loss:
+            if before is None:
+                return step
+            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - here)
+        before = step, here
+    return None
+
+
+def steps_to_the_same(runs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return by variant after how many steps an uncompressed run of the seed has the variant's last loss.
+
+    It is a mean over the seeds. The loss is that of the curve, which has fewer windows than the final one.
+    """
+    curves = {(run["case"]["variant"], run["case"]["seed"]): run["curve"] for run in runs if "curve" in run}
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for (variant, seed), curve in curves.items():
+        steps = steps_to(curves.get((BASELINE, seed), ()), curve[-1][1])
+        if steps is not None:
+            found[variant].append(steps)
+    return {variant: statistics.mean(each) for variant, each in found.items()}
 
 
 def verdicts(rows: Sequence[Judged]) -> dict[str, str]:
@@ -340,7 +379,7 @@ def sections() -> Iterator[str]:
     if counted := _bytes_table(runs):
         yield "## Bytes of a step\n\n" + counted
     if errors := _errors_table(runs):
-        yield "## Errors of messages, and activations\n\n" + errors
+        yield "## Errors of messages\n\n" + errors
     if rows:
         yield "![Perplexity, ranks and errors](../results/quality_pipeline.svg)\n"
 
@@ -388,18 +427,12 @@ def _bytes_table(runs: Iterable[Mapping[str, Any]]) -> str:
 
 def _errors_table(runs: Iterable[Mapping[str, Any]]) -> str:
     """Return what messages lost, in the mean over the steps of all seeds."""
-    lines: defaultdict[tuple[str, int], list[Mapping[str, float]]] = defaultdict(list)
+    lost: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for run in runs:
         for each in run.get("observed", ()):
-            lines[run["case"]["variant"], int(each["stage"])].append(each)
-
-    def mean(found: Sequence[Mapping[str, float]], key: str) -> str:
-        values = [each[key] for each in found if key in each]
-        return format(statistics.mean(values), ".1%" if key == "lost" else "+.4f") if values else ""
-
-    keys = ("lost", "cosine", "largest cosine", "mean of errors", "mean of differences")
-    rows = [(variant, str(stage), *(mean(found, key) for key in keys)) for (variant, stage), found in lines.items()]
-    return _table(("variant", "sending stage", "error / gradient", *keys[1:]), rows) if rows else ""
+            lost[run["case"]["variant"], int(each["stage"])].append(each["lost"])
+    rows = [(variant, str(stage), f"{statistics.mean(each):.1%}") for (variant, stage), each in lost.items()]
+    return _table(("variant", "sending stage", "error / gradient"), rows) if rows else ""
 
 
 def picture() -> str:
@@ -452,21 +485,19 @@ def _draw_ranks(axes: Any, means: Mapping[str, float]) -> None:
 
 
 def _draw_errors(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    run = next((run for run in runs if run["case"]["name"] == "cb, seed 0"), None)
-    keys = ("cosine", "mean of errors", "mean of differences")
-    for number, key in enumerate(keys if run is not None else ()):
+    for number, variant in enumerate(("cb", "cb, no error propagation")):
         by_step: defaultdict[int, list[float]] = defaultdict(list)
-        for each in run["observed"] if run is not None else ():
-            if key in each:
-                by_step[int(each["step"])].append(each[key])
+        for run in runs:
+            for each in run.get("observed", ()) if run["case"].get("variant") == variant else ():
+                by_step[int(each["step"])].append(each["lost"])
         points = [(step, statistics.mean(values)) for step, values in by_step.items()]
         if points:
-            axes.plot(*zip(*points, strict=True), color=color(number), label=key)
+            axes.plot(*zip(*points, strict=True), color=color(number), label=variant)
     if axes.has_data():
-        axes.set_ylim(-0.2, 0.2)
+        axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
-    axes.set_xlabel("optimizer steps (cb, seed 0)")
-    axes.set_ylabel("errors and differences of activations")
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("error of messages / gradient")
 
 
 def _draw_bytes(axes: Any, found: Mapping[str, Mapping[str, int]]) -> None:

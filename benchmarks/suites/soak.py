@@ -70,6 +70,7 @@ CASES = (
     SoakCase("zero3", ("strategy.name=zero3",)),
     SoakCase("zero++ feedback", ("strategy.name=zero++ feedback=both",)),
     SoakCase("paro-iig", ("strategy.name=paro-iig",)),
+    SoakCase("paro-iig protected", ("strategy.name=paro-iig", "strategy.protect=2")),
 )
 
 

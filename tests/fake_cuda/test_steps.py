@@ -286,13 +286,15 @@ def _square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-@on_gpus(2)
+@on_gpus(4)
 def test_no_schedule_of_a_pipeline_waits_in_a_step() -> None:
+    """Two ranks each send a share of a message, and gather it."""
     from towpath.pipeline import Compression, Pipeline
 
     with gpu_ranks() as cuda:
-        mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("pp", "dp"))
+        mesh = init_device_mesh("cuda", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
         for schedule, count, codec in (("1F1B", 2, None), ("GPipe", 2, None), ("Interleaved1F1B", 4, "int8")):
+            torch.manual_seed(0)  # both ranks begin with the same weights
             pipeline = Pipeline(
                 [Stage] * count,
                 "zero3",

@@ -104,6 +104,26 @@ def test_a_destroyed_node_takes_its_daemons_along_and_no_other(lab: Lab, tmp_pat
 
 
 @pytest.mark.parity
+def test_jobs_apart_fail_and_restart_each_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        "print('a world of', os.environ['WORLD_SIZE'], flush=True)\n"
+        "failed = pathlib.Path(sys.argv[1])\n"
+        "if os.uname().nodename == 'node0' and not failed.exists():\n"
+        "    failed.touch()\n"
+        "    raise SystemExit('once')\n"
+    )
+    with Lab(Topology(2, 1)) as made:
+        command = [str(script), str(tmp_path / "failed")]
+        with made.elastic(command, tmp_path / "output", restarts=1, apart=True) as job:
+            for node in range(2):
+                job.start(node)
+            assert job.ended(HANGS_SECONDS) == {0: 0, 1: 0}, job.output(0) + job.output(1)
+            assert [job.output(node).count("a world of 1") for node in range(2)] == [2, 1]
+
+
+@pytest.mark.parity
 def test_an_elastic_job_goes_on_with_a_rebuilt_node(lab: Lab, tmp_path: Path) -> None:
     # No rank imports torch. Those of the first start wait for the end of their node, or of a peer's.
     script = tmp_path / "script.py"

@@ -34,14 +34,16 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def sent_in_a_step(rank: int, world: int, mesh: list[list[int]], cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def sent_in_a_step(rank: int, world: int, mesh: list[Any], cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The bytes this node sent over its cable in a step of each case: by the kernel, and by the schedule."""
     topology = towpath.Topology(2, 2)
-    made = DeviceMesh("cpu", torch.tensor(mesh), mesh_dim_names=("pp", "dp"))
+    ranks = torch.tensor(mesh)
+    made = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "tp")[: ranks.dim()])
     found: list[tuple[int, int]] = []
     for case in cases:
         options: dict[str, Any] = {"schedule": "1F1B", "strategy": "zero1"} | case
         count = 4 if "Interleaved" in options["schedule"] else 2
+        torch.manual_seed(0)  # tensor-parallel ranks have the same values
         example = torch.empty(TOKENS, WIDTH)
         pipeline = Pipeline(
             [partial(Stage) for _ in range(count)],
@@ -78,3 +80,15 @@ def test_each_cable_carries_the_jobs_bytes(lab: Callable[..., Lab], mesh: list[l
     for rank, answer in enumerate(lab(2, 2).call(sent_in_a_step, mesh, CASES)):
         for case, (counted, scheduled) in zip(CASES, answer, strict=True):
             assert scheduled * (1 - BELOW) <= counted <= scheduled * (1 + ABOVE), (rank, case)
+
+
+def test_of_two_tensor_parallel_ranks_each_sends_half_of_every_message(lab: Callable[..., Lab]) -> None:
+    """What the ranks of a node gather crosses no cable."""
+    whole = 2 * MICRO_BATCHES * TOKENS * WIDTH * 4  # what both ranks would send of one stage's outputs
+    cases = [CASES[0], {"schedule": "Interleaved1F1B"}, CASES[2]]
+    for rank, answer in enumerate(lab(2, 2).call(sent_in_a_step, [[[0, 1]], [[2, 3]]], cases)):
+        for case, (counted, scheduled) in zip(cases, answer, strict=True):
+            assert scheduled * (1 - BELOW) <= counted <= scheduled * (1 + ABOVE), (rank, case)
+        # Two stages have one message each for either node, and four stages have three.
+        for (counted, _), messages in zip(answer, (1, 3), strict=False):
+            assert counted == pytest.approx(messages * whole / 2, rel=ABOVE), rank

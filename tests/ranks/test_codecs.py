@@ -169,7 +169,8 @@ def _backends_own(shape: Topology) -> None:
         for made in ([(dist.new_group(of), of) for of in each] for each in (rows, list(zip(*rows, strict=True))))
     )
     for number, codec in enumerate(["none", "int8:32", "int4:64+hadamard+stochastic", "e5m2:whole"]):
-        for route, parts in product(("one-hop", "two-hop"), (1, 3)):
+        routes = ("one-hop", "two-hop") if shape.ranks_per_node > 1 else ("one-hop",)  # two hops need two levels
+        for route, parts in product(routes, (1, 3)):
             members = _members(shape, local_major=parts == 3)
             dtype = ("float32", "bfloat16")[number % 2]
             feedback = "none" if codec == "none" else "both"

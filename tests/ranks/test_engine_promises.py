@@ -109,11 +109,11 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleDict({str(i): nn.Linear(6, 6) for i in range(5)})
+        self.branches = nn.ModuleDict({f"use-{i}": nn.Linear(6, 6) for i in range(5)})
 
     def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
         for i in use:
-            x = x + torch.tanh(self.branches[str(i)](x))
+            x = x + torch.tanh(self.branches[f"use-{i}"](x))
         return x
 
 

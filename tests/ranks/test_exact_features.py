@@ -309,7 +309,9 @@ def test_a_load_repairs_replicas_that_have_diverged(precision: str, form: Form, 
                 load(model, optimizer, folder, values)
             before = len(syncs)
             run.train(model, optimizer, [10 * number + 2])
-            assert before < len(syncs) and not any(syncs[before:]), load
+            # Collectives are encoded once more, when the optimizer has stepped a unit. Then all hold the same again.
+            units = len(model.towpath_engine.units)
+            assert syncs[before : before + units] == [False] * units and all(syncs[before + units :]), load
             before = len(syncs)
             run.train(model, optimizer, [10 * number + 3])
             assert before < len(syncs) and all(syncs[before:]), load

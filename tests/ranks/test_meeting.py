@@ -573,6 +573,59 @@ def test_an_island_that_finds_nobody_says_where_it_looked(pairs: Jobs) -> None:
         assert "no island was found at 192.0.2.1:29600 in 3 s" in told
 
 
+def _average_in_vain(outer: Outer) -> str:
+    run = _Training(outer, "zero3")
+    towpath.meet_islands(run.model)
+    run.train(0, 1)
+
+    def no_sum(*_: object) -> None:
+        raise RuntimeError("no sum")
+
+    run.sync._sum = no_sum
+    try:
+        towpath.average_islands(run.model)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_islands_that_cannot_average_their_weights_say_so(jobs: Jobs, meet: str) -> None:
+    (told,) = jobs.start(_average_in_vain, at(PLAIN, meet)).result()
+    assert "failed to average their weights" in told and "island 0: no sum" in told
+
+
+def _join_as_weights_arrive_in_an_exchange(outer: Outer) -> Any:
+    """The slow weights arrive after the newcomer was ready, and before it votes."""
+    run, arrive = _Training(outer, "zero3"), list[Callable[[], object]]()
+
+    def receive(*args: Any) -> Any:
+        arriving = _receive(*args)
+        later: Future[list[torch.Tensor]] = Future()
+        arrive.append(lambda: later.set_result(arriving.result()))
+        return later
+
+    islands._receive = receive  # pyright: ignore[reportPrivateUsage]
+    total = run.sync._sum
+
+    def sum_and_arrive(*args: Any) -> None:
+        total(*args)
+        while arrive:
+            arrive.pop()()
+
+    run.sync._sum = sum_and_arrive
+    island = towpath.meet_islands(run.model)
+    _await_others(run.sync, 2)
+    run.train(island.step, 3 * EVERY - island.step)
+    return island.step
+
+
+def test_a_newcomer_begins_after_one_period_if_it_has_the_slow_weights_then(jobs: Jobs, meet: str) -> None:
+    found = [
+        each.result()[0] for each in [jobs.start(_join_as_weights_arrive_in_an_exchange, at(PLAIN, meet)) for _ in "ab"]
+    ]
+    assert sorted(found) == [0, 2 * EVERY]
+
+
 # --- islands that stall -----------------------------------------------------------------------------------------------
 
 

@@ -138,6 +138,7 @@ def _save_pending(root: Path) -> tuple[Content, Content]:
         )
     run.train(0, 4)
     run.content()  # the exchange of step 4 begins
+    torch.manual_seed(dist.get_rank())
     assert checkpoint.save(root, 4, run.state).ok
     islands.flush()
     return dict(islands.slow), {n: p.detach() for n, p in islands.before_flush.items()}

@@ -36,6 +36,7 @@ from tests.ranks.test_pipeline import (
     _tokens,
 )
 from tests.ranks.test_start import BOTH, _gpus, _recorded
+from towpath.core.routes import Op
 from towpath.core.strategy import TransferKind
 from towpath.errors import StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
@@ -53,9 +54,16 @@ def _schedule_with_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     pipeline = _made([partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(2)], "ddp", mesh)
     found = pipeline.schedule(towpath.Topology(2, 4)).transfers
-    sends = [(t.kind, g.ranks) for t in found if t.kind is TransferKind.ACTIVATION for g in t.move.groups]
-    assert sorted({ranks for _, ranks in sends}) == [(rank, rank + 4) for rank in range(4)]
-    assert len(sends) == 4 * MICRO_BATCHES
+    for kind, stage in ((TransferKind.ACTIVATION, 1), (TransferKind.ACTIVATION_GRADIENT, 0)):
+        moved = {op: [t for t in found if t.kind is kind and t.move.op is op] for op in (Op.SEND, Op.ALL_GATHER)}
+        ends = [g.ranks if stage else g.ranks[::-1] for t in moved[Op.SEND] for g in t.move.groups]
+        assert sorted(ends) == sorted([(rank, rank + 4) for rank in range(4)] * MICRO_BATCHES)
+        # The receiving ranks gather the two shares of each message, inside a node.
+        peers = [tuple(g.ranks for g in t.move.groups) for t in moved[Op.ALL_GATHER]]
+        assert peers == [((4 * stage, 4 * stage + 1), (4 * stage + 2, 4 * stage + 3))] * MICRO_BATCHES
+        size = BATCH * WIDTH * 8
+        assert sum(t.inter_bytes for t in moved[Op.SEND]) == MICRO_BATCHES * 4 * size // 2
+        assert sum(t.intra_bytes for t in moved[Op.ALL_GATHER]) == MICRO_BATCHES * 2 * size
     summed = {g.ranks for t in found if t.kind is TransferKind.GRAD_SYNC for g in t.move.groups}
     assert summed == {(0, 2), (1, 3), (4, 6), (5, 7)}
 

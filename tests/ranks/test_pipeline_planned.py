@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -67,20 +68,40 @@ def test_as_many_bytes_are_planned_as_are_scheduled(
     assert planned == scheduled
 
 
+@pytest.mark.parametrize("packed", [Compression(), Compression("low-rank:2", "int8", every_gradient=True)])
+def test_the_plan_counts_shares_of_messages_and_their_gathers(world: Worlds, packed: Compression) -> None:
+    for planned, scheduled, messages in world(4).run(_bytes_of_shares, packed):
+        assert planned == scheduled and min(scheduled) > 0
+        if packed == Compression():  # two messages of each micro-batch, in two shares, and two ranks gather the other's
+            assert scheduled == (messages, messages)
+
+
+def _bytes_of_shares(packed: Compression) -> Any:
+    layout = Layout(2, "1F1B", "ddp", packed, tensor=2)
+    pipeline, planner = _both(layout, None, towpath.Precision("float16"), copies=1)
+    priced, scheduled = planner.predict(layout, Batching(1, 4)), pipeline.schedule(towpath.Topology(2, 2))
+    planned = priced.inter_bytes, priced.intra_bytes
+    return planned, (scheduled.inter_bytes, scheduled.intra_bytes), 2 * 4 * TOKENS * WIDTH * 2
+
+
 BOTH = Compression("low-rank:2", Transport(codec="int8", feedback="first"))
 
 
-@pytest.mark.parametrize("schedule, packed", [("1F1B", PACKED), ("1F1B", BOTH), ("Interleaved1F1B", BOTH)])
-def test_the_plan_counts_what_senders_keep_for_messages(world: Worlds, schedule: str, packed: Compression) -> None:
-    found = world(4).run(_kept_bytes, schedule, packed)
+@pytest.mark.parametrize(
+    "schedule, packed, tensor", [("1F1B", PACKED, 1), ("1F1B", BOTH, 2), ("Interleaved1F1B", BOTH, 1)]
+)
+def test_the_plan_counts_what_senders_keep_for_messages(
+    world: Worlds, schedule: str, packed: Compression, tensor: int
+) -> None:
+    found = world(4).run(_kept_bytes, schedule, packed, tensor)
     assert any(held for of_rank in found for _, held in of_rank.values())
     for of_rank in found:
         assert all(planned == held for planned, held in of_rank.values()), found
 
 
-def _kept_bytes(schedule: str, packed: Compression) -> Any:
-    layout, batching, precision = Layout(2, schedule, "ddp", packed), Batching(1, 4), towpath.Precision("float16")
-    pipeline, planner = _both(layout, fused=None, precision=precision)
+def _kept_bytes(schedule: str, packed: Compression, tensor: int) -> Any:
+    layout, batching = Layout(2, schedule, "ddp", packed, tensor), Batching(1, 4)
+    pipeline, planner = _both(layout, None, towpath.Precision("float16"), copies=2 // tensor)
     stages = planner._stages(layout, batching, planner._walks(schedule, layout.pipeline, batching.micro_steps)[0])
     found: dict[int, tuple[int, int]] = {}
     for stage in pipeline._stages:
@@ -104,11 +125,15 @@ def _bytes(schedule: str, strategy: str, packed: Compression, fused: bool | None
 def _both(
     layout: Layout, fused: bool | None, precision: towpath.Precision, copies: int = 2
 ) -> tuple[Pipeline, Pipelines]:
-    """Return a pipeline of two ranks with so many copies on four nodes, and the planner for its model."""
+    """Return a pipeline of two ranks with so many copies, and the planner for its model.
+
+    Each rank is on one of four nodes, or on one of two with its tensor-parallel peer.
+    """
+    sizes, nodes = (2, copies, layout.tensor), 4 // layout.tensor
     pipeline = Pipeline(
         [partial(_Stage, index, layout.stages) for index in range(layout.stages)],
         layout.strategy,
-        mesh=init_device_mesh("cpu", (2, copies), mesh_dim_names=("pp", "dp")),
+        mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp")),
         schedule=layout.schedule,
         micro_batches=4,
         loss=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
@@ -127,6 +152,6 @@ def _both(
     ]
     tied = VOCABULARY * WIDTH if fused is not None else 0
     staged = StagedModel(models[0], tuple(models), WIDTH, tied)
-    cluster = replace(made_profile(), topology=towpath.Topology(4, copies // 2)).cluster()
+    cluster = replace(made_profile(), topology=towpath.Topology(nodes, prod(sizes) // nodes)).cluster()
     request = Request(4 * copies, 1 << 30, precision, optimizer=Optimizer.named("sgd"), checkpointing=False)
     return pipeline, Pipelines(lambda _: staged, cluster, request, walks)

@@ -29,12 +29,17 @@ def come(found: Register, number: int | None, now: float = 0.0, last: Any = None
     return found.arrive({"number": number, "store": 1, "last": last}, f"host:{number}", now)
 
 
-def ready(key: Key | None, weight: int = 1, digest: int | None = 7, blocks: int = 0) -> dict[str, Any]:
-    return {"ready": True, "key": key, "weight": weight, "digest": digest, "blocks": blocks}
+def ready(key: Key | None, weight: int = 1, digest: int | None = 7) -> dict[str, Any]:
+    return {"ready": True, "key": key, "weight": weight, "digest": digest}
 
 
-def vote(key: Key, ok: bool = True, digest: int = 1) -> dict[str, Any]:
-    return {"vote": True, "key": key, "ok": ok, "digest": digest, "why": "" if ok else "lost"}
+def watches(arrived: bool) -> dict[str, Any]:
+    """A newcomer is ready for any exchange."""
+    return ready(None, 0, None) | {"donor": 0, "arrived": arrived}
+
+
+def vote(key: Key, ok: bool = True, digest: int = 1, blocks: int = 0) -> dict[str, Any]:
+    return {"vote": True, "key": key, "ok": ok, "digest": digest, "why": "" if ok else "lost", "blocks": blocks}
 
 
 def answers(found: Register) -> dict[int, Any]:
@@ -90,12 +95,13 @@ def test_those_that_are_left_decide_without_the_one_that_ended() -> None:
         found.hear(number, vote(key, ok=False), 2.0)
     assert answers(found) == {}
     found.leave(1, "its connection has ended", 2.0)
-    assert {n: each["applied"] for n, each in answers(found).items()} == {0: False, 2: False}
+    told = answers(found)
+    assert {n: each["applied"] for n, each in told.items()} == {0: False, 2: False}
+    assert told[2]["said"] == ["island 1 of 3 left after step 4: its connection has ended; 2 go on"]
     for number in (0, 2):
         found.hear(number, ready((8, 0, 0), weight=2), 3.0)
     go = answers(found)
     assert go[0]["members"] == (0, 2) and go[0]["weights"] == [2, 2]
-    assert go[2]["said"] == ["island 1 of 3 left after step 4: its connection has ended; 2 go on"]
 
 
 def test_a_silent_island_and_a_late_one_are_told_that_the_others_go_on() -> None:
@@ -131,22 +137,37 @@ def test_a_newcomer_watches_until_it_has_the_slow_weights_and_then_gets_data_of_
     found = register()
     come(found, 0)
     new = come(found, None)
-    found.hear(0, ready((4, 0, 0), blocks=1), 1.0)
+    found.hear(0, ready((4, 0, 0)), 1.0)
     told = answers(found)
-    assert told[0]["members"] == (0,) and told[0]["donors"] == [[0, 1]] and told[0]["blocks"] == [3]
-    assert told[new]["donation"] == 0
-    found.hear(new, ready(None, 0, None), 1.0)  # for the next exchange
-    found.hear(0, vote((4, 0, 0)), 1.0)
-    assert answers(found)[0]["applied"]
+    assert told[0]["members"] == (0,) and told[0]["donors"] == [[0, 1]] and told[new]["donation"] == 0
+    found.hear(new, watches(arrived=False), 1.0)  # the next exchange
+    found.hear(0, vote((4, 0, 0), blocks=1), 1.0)
+    told = answers(found)
+    assert told[0]["applied"] and told[0]["blocks"] == [3]
     for step, wanted, got in ((8, 0, []), (12, 3, [6, 7, 8])):
-        found.hear(new, ready(None, 0, None, wanted), 1.0)
-        found.hear(0, ready((step, 0, 0), blocks=1), 1.0)
+        found.hear(new, watches(arrived=False), 1.0)
+        found.hear(0, ready((step, 0, 0)), 1.0)
         told = answers(found)
         assert told[0]["members"] == (0, 1) and told[0]["weights"] == [1, 0]
-        assert told[1]["blocks"] == (got if wanted else []) and told[0]["blocks"] not in ([], got)
-        found.hear(0, vote((step, 0, 0)), 1.0)
-        found.hear(1, vote((step, 0, 0)), 1.0)
-        answers(found)
+        found.hear(0, vote((step, 0, 0), blocks=1), 1.0)
+        found.hear(1, vote((step, 0, 0), blocks=wanted), 1.0)
+        told = answers(found)
+        assert told[1]["blocks"] == got and told[0]["blocks"] not in ([], got)
+        assert told[0]["said"] == (["island 1 joined at step 12 with the slow weights of island 0"] if got else [])
+
+
+def test_a_block_that_a_holder_gave_before_it_ended_is_given_to_no_other_island() -> None:
+    """The next holder did not hear of it. The island that has it says so when it comes."""
+    found = register(1, next_block=3)
+    come(found, 1)
+    found.arrive({"number": 2, "store": 1, "last": None, "next_block": 5}, "host:2", 0.0)
+    for number in (1, 2):
+        found.hear(number, ready((4, 0, 0)), 1.0)
+    for number in (1, 2):
+        found.hear(number, vote((4, 0, 0), blocks=1), 1.0)
+    told = answers(found)
+    assert (told[1]["blocks"], told[2]["blocks"]) == ([5], [6])
+    assert told[1]["state"]["next_block"] == 7
 
 
 def newcomer_that_waits() -> Register:
@@ -158,7 +179,7 @@ def newcomer_that_waits() -> Register:
             come(found, None, now)
         found.hear(0, ready((int(now), 0, 0)), now)
         found.hear(0, vote((int(now), 0, 0)), now)
-    found.hear(1, ready(None, 0, None) | {"donor": 0}, 1000.0)
+    found.hear(1, watches(arrived=False), 1000.0)
     answers(found)
     return found
 
@@ -191,7 +212,7 @@ def test_a_newcomer_whose_sender_ended_with_the_holder_is_told_so() -> None:
     found = register(2, last=((4, 0, 0), True))
     for number in (2, 3):
         come(found, number)
-    found.hear(3, ready(None, 0, None) | {"donor": 0}, 1.0)
+    found.hear(3, watches(arrived=False), 1.0)
     assert "island 0 ended while it sent its weights" in answers(found)[3]["end"]
     assert found.members.keys() == {2}
 

@@ -23,7 +23,7 @@ from towpath.core.passes import (
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, StageOutput, UnitSpec
 from towpath.pipeline.schedules import walks
 from towpath.plan.hardware import CodecSpeed, Hardware, Link
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
@@ -49,8 +49,9 @@ def replayed(
     copies: int = 1,
     seconds: tuple[float, float] = (FORWARD, BACKWARD),
     shape: tuple[int, ...] = (HIDDEN,),
+    parts: int = 1,
 ) -> ReplayedStep:
-    """Each stage has one unit, and the ranks of a stage are neighbors."""
+    """Each stage has one unit, and the ranks of a stage are neighbors. `parts` of them are tensor-parallel."""
     ranks = max(owners) + 1
     made = presets.strategy("ddp", Topology(1, copies))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
@@ -60,8 +61,9 @@ def replayed(
             made,
             plans,
             ComputeSeconds((0.0, forward), (0.0, backward), 0.0, 0.0),
-            tuple(range(copies * rank, copies * (rank + 1))),
-            ((shape, "float32"),) if i < len(owners) - 1 else (),
+            tuple(range(copies * parts * rank, copies * parts * (rank + 1))),
+            (StageOutput.on(parts, shape, "float32"),) if i < len(owners) - 1 else (),
+            parts,
         )
         for i, rank in enumerate(owners)
     ]
@@ -143,3 +145,13 @@ def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> 
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
     seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
     assert seen.combined().inter_bytes == 4 * 1000 + 4 * 2 * 110
+
+
+def test_shares_are_sent_at_once_and_gathered_before_the_pass_that_needs_them() -> None:
+    """An output and its gradient: a quarter of a second for two shares on one cable, and half of one to gather them."""
+    share = 4 * HIDDEN / 2
+    cluster = Hardware(Topology(2, 2), Link(share / 0.5, 0.0), Link(2 * share / 0.25, 0.0), FAST, FAST)
+    seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], cluster, shape=(10, HIDDEN // 10), parts=2)
+    assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * (0.25 + 0.5), rel=1e-6)
+    assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.25 + 0.5)
+    assert (seen.combined().inter_bytes, seen.combined().intra_bytes) == (4 * share, 4 * share)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from benchmarks.harness.fake_world import CALLS, MESSAGES, OTHERS, fake_world
 from towpath.core.formats import Precision
 from towpath.core.transport import Transport
-from towpath.pipeline.agreement import meta_outputs
-from towpath.pipeline.messages import Encoding, RecvDecoder, Sender
+from towpath.pipeline.agreement import DifferingTensors, meta_outputs
+from towpath.pipeline.messages import Encoding, RecvDecoder, SendEncoder, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)
@@ -88,5 +96,103 @@ def test_inputs_of_the_model_receive_no_message_in_any_pytorch() -> None:
     """In 2.11 what stands for them has no buffer at all, and not the attribute that tells them apart later."""
     receive: Any = SimpleNamespace(tensor=None)
     receiver = RecvDecoder([Encoding(SHAPE, torch.float32, INT8)] * 2, CPU)
-    receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))])
+    receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))], True)
     assert list(receiver.arriving) == [(0, 1)] and receive.tensor is receiver.arriving[0, 1]
+
+
+# --- shares of tensor-parallel ranks ---------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
+
+
+def _local(mesh: DeviceMesh, *placed: Any, grads: Any = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a rank has of a replicated tensor that was placed otherwise, one placement after the other."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        for placement in placed:
+            made = made.redistribute(placements=[placement])
+        return made.to_local(grad_placements=grads)
+
+    return function
+
+
+def _written(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Zeros but for a part, which is written through a view."""
+    zeros = torch.zeros(x.shape)
+    zeros[:2] = _local(mesh, Shard(0))(x)
+    return zeros
+
+
+MEGATRON: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCES: dict[str, ParallelStyle] = {
+    "norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+    "up": ColwiseParallel(input_layouts=Shard(0)),
+    "down": RowwiseParallel(output_layouts=Shard(0)),
+}
+COLUMN: dict[str, ParallelStyle] = {"0": ColwiseParallel()}
+# A stage, and whether its outputs differ.
+STAGES: dict[str, tuple[Callable[[DeviceMesh], nn.Module], bool]] = {
+    "plain layers": (lambda mesh: Layers(), False),
+    "split layers": (lambda mesh: parallelize_module(Layers(), mesh, MEGATRON), False),
+    "columns": (lambda mesh: parallelize_module(nn.Sequential(nn.Linear(4, 8)), mesh, COLUMN), True),
+    "sequences": (lambda mesh: parallelize_module(Layers(), mesh, SEQUENCES), True),
+    "replicated": (lambda mesh: Function(_local(mesh)), False),
+    "gathered": (lambda mesh: Function(_local(mesh, Shard(0), Replicate())), False),
+    "view": (lambda mesh: Function(lambda x: (x, _local(mesh, Shard(0))(x)[:1])), True),
+    "beside": (lambda mesh: Function(lambda x: (_local(mesh, Shard(0))(x), x)[1]), False),
+    "sum": (lambda mesh: Function(lambda x: x + DTensor.from_local(x, mesh, [Partial()]).to_local()), True),
+    "gradient": (lambda mesh: Function(_local(mesh, grads=[Partial()])), True),
+    "written": (lambda mesh: Function(partial(_written, mesh)), True),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_differs_between_tensor_parallel_ranks_is_found_without_values(name: str) -> None:
+    made, differs = STAGES[name]
+    to_local = DTensor.to_local
+    with fake_world(1, 2, watch=False):
+        differing = DifferingTensors()
+        meta_outputs(made(init_device_mesh("cpu", (2,))), (torch.empty(4, 4),), Precision(), differing)
+    assert differing.in_outputs is differs and DTensor.to_local is to_local
+
+
+@pytest.mark.parametrize("transport", [Transport(), Transport(codec="low-rank:2")], ids=str)
+def test_a_share_is_sent_without_a_copy_and_gathered_by_one_call(transport: Transport) -> None:
+    """After the first message, which peers compare. Two equal halves stand for the other rank's share."""
+    x = drawn(1)[0][0, :4].repeat(2, 1)
+    with fake_world(1, 2) as (_, launches):
+        encoding = Encoding((4, 16), torch.float32, transport, dist.group.WORLD)
+        sends, receives = SendEncoder([encoding], CPU, "outputs of stage 0"), RecvDecoder([encoding], CPU)
+        receive: Any = SimpleNamespace(tensor=None)
+        info = SimpleNamespace(buffer=torch.empty(x.shape))
+        buffer = info.buffer
+        sends.messages([x], encoded=True)
+        launches.computation.clear()
+        (message,) = sends.messages([x], encoded=True)
+        receives.begin(0, [receive], [info], encoded=True)
+        assert message is not None and receive.tensor.shape == message.shape
+        sent = launches.computation.copy()
+        launches.computation.clear()
+        receives.decode(0, [info])
+    assert sent[CALLS] == sent[MESSAGES] == launches.computation[MESSAGES] == 0
+    assert launches.computation[CALLS] == 1 and info.buffer is buffer
+    if transport.low_rank is None:
+        assert sent[OTHERS] == launches.computation[OTHERS] == 0
+        assert message.data_ptr() == x.data_ptr() and receive.tensor.data_ptr() == buffer.data_ptr()

@@ -53,12 +53,6 @@ _LAB = {
     ("ablations", "group sizes"): [
         ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6 ²", "mics group=2x4", "mics"),
     ],
-    ("ablations", "implementation"): [
-        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned ³", "1.54 ²", "deepspeed tuned stage=3", "zero3")
-    ],
-    ("ablations", "implementation, slow cables"): [
-        ("", "the same, slower links ³", "–", "deepspeed tuned stage=3", "zero3"),
-    ],
     ("ablations", "small units, mics"): [
         ("MiCS, section 4", "small messages sent together / apart", "–", f"mics{_APART}", "mics"),
     ],
@@ -159,6 +153,11 @@ PAGES: Mapping[str, Page] = {
         "Perplexity of pipelines with Optimus-CC's compression, ranks, errors and bytes, at one setting.",
         "python -m benchmarks quality_pipeline",
         "One process emulates the ranks: it has their stages, encoders and low-rank sums, and leaves out the network.",
+    ),
+    "propagation": Page(
+        "Lazy error propagation",
+        "What error propagation between pipeline stages does to gradients of frozen weights and to training.",
+        "python -m benchmarks propagation",
     ),
     "collectives": Page(
         "Collectives",
@@ -406,23 +405,29 @@ def judged_table(found: Iterable[Line], judged: Iterable[Judged]) -> str:
 
 
 def pipeline_quality_table() -> str:
-    """Return how much faster each compression of a pipeline is, and what it costs in perplexity, in one setting."""
+    """Return how much faster each compression of a pipeline is, and what it costs in perplexity and in time."""
     from benchmarks.suites import quality_pipeline
 
+    trained = quality_pipeline.runs_of()
     speeds = {name: _speedups(f"optimus-{name}") for name in ("50mbit", "20mbit")}
+    same = quality_pipeline.steps_to_the_same(trained)
     found: list[Row] = []
-    for row in quality_pipeline.rows_of(quality_pipeline.runs_of()):
+    for row in quality_pipeline.rows_of(trained):
         candidate = quality_pipeline.VARIANTS.get(row.variant)
         if candidate is not None:
-            times = (speeds[name].get(candidate, "–") for name in speeds)
-            found.append((row.variant, *times, f"{row.mean:+.2%}", row.by_seed))
-    return table(("compression", "times as fast, 50 mbit", "20 mbit", "perplexity", "by seed"), found)
+            times = [speeds[name].get(candidate) for name in speeds]
+            steps = quality_pipeline.STEPS / same[row.variant]
+            longer = ("–" if each is None else f"{steps / each:.2f}" for each in times)
+            shown = ("–" if each is None else f"{each:.2f}" for each in times)
+            cost = (f"{row.mean:+.2%}", row.by_seed, f"{same[row.variant]:.0f}")
+            found.append((row.variant, *shown, *cost, *longer))
+    heads = ("compression", "times as fast, 50 mbit", "20 mbit", "perplexity", "by seed")
+    return table((*heads, "same loss without, at step", "time to this loss, 50 mbit", "20 mbit"), found)
 
 
-def _speedups(case: str) -> dict[str, str]:
+def _speedups(case: str) -> dict[str, float]:
     run = next(run for run in runs("pipeline") if run["case"]["name"] == case)
-    checks = {check["what"].partition(": times as fast")[0]: check["found"] for check in run["checks"]}
-    return {name: f"{found:.2f}" for name, found in checks.items()}
+    return {check["what"].partition(": times as fast")[0]: check["found"] for check in run["checks"]}
 
 
 def pipeline_ranks_table() -> str:
@@ -626,6 +631,11 @@ def _sections(suite: str) -> Iterable[str]:
         from benchmarks.suites import quality_pipeline
 
         yield from quality_pipeline.sections()
+        return
+    if suite == "propagation":
+        from benchmarks.suites import propagation_page
+
+        yield from propagation_page.sections()
         return
     if suite == "outer_quality":
         from benchmarks.suites import outer_quality

@@ -24,6 +24,7 @@ from tools.docs import (
     draw_pipeline_predictions,
     draw_plans,
     draw_predictions,
+    draw_published,
     draw_routes,
     draw_systems,
     draw_what_has_run,
@@ -44,12 +45,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **draw_kernels.TABLES,
     **draw_leaves.TABLES,
     **draw_predictions.TABLES,
+    **draw_published.TABLES,
     **draw_pipeline_predictions.TABLES,
     **draw_routes.TABLES,
     **draw_systems.TABLES,
     **draw_what_has_run.TABLES,
     **reference_tables.TABLES,
-    papers.COUNTS: lambda: papers.counts(PAPERS.read_text(encoding="utf-8")),
+    **papers.TABLES,
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,

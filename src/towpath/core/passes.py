@@ -16,12 +16,12 @@ from math import ceil
 from typing import Any
 
 from towpath.core.formats import ENCODED, FLOATING
-from towpath.core.placement import send
-from towpath.core.routes import Op
+from towpath.core.placement import GroupCollective, send
+from towpath.core.routes import Form, Group, Op
 from towpath.core.strategy import GRADIENTS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import LOW_RANK, LowRank, Transport
-from towpath.core.units import Activation
+from towpath.core.units import Activation, StageOutput
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
@@ -385,24 +385,28 @@ def compression(name: str, **options: Any) -> Compression:
     return replace(COMPRESSIONS[name], **options)
 
 
-Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
-
-
 def message_transfers(
     message: Message,
     pairs: Sequence[tuple[int, int]],
-    outputs: Sequence[Shape],
+    outputs: Sequence[StageOutput],
     topology: Topology,
     compression: Compression,
+    gathering: Sequence[tuple[int, ...]] = (),
+    form: Form = Form.MESSAGES,
 ) -> Iterator[Transfer]:
-    """Yield the transfers of one message, one for each tensor."""
+    """Yield the transfers of one message: for each tensor the message itself, and the gather of its shares."""
     # `pairs`: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
     # `outputs`: The outputs of the stage `message.output_of`.
-    move = send(pairs)
+    # `gathering`: The tensor-parallel ranks of each copy of the receiving stage. `form`: How they gather.
     kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
-    for shape, dtype in outputs:
-        payload, transport = Activation(message.source, shape, dtype), transport_for(dtype, compression.of(message))
-        yield Transfer(kind, payload, move, transport, topology, message.micro_batch)
+    groups = tuple(Group(ranks, tuple(range(len(ranks)))) for ranks in gathering)
+    for each in outputs:
+        payload = Activation(message.source, each.sent_shape, each.dtype)
+        transport = transport_for(each.dtype, compression.of(message))
+        yield Transfer(kind, payload, send(pairs), transport, topology, message.micro_batch)
+        if groups and each.shares > 1:
+            payload, move = replace(payload, shape=each.shape), GroupCollective(Op.ALL_GATHER, 1, groups)
+            yield Transfer(kind, payload, move, Transport(), topology, message.micro_batch, form)
 
 
 def transport_for(dtype: str, transport: Transport) -> Transport:

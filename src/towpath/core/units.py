@@ -183,6 +183,29 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
+class StageOutput:
+    """A tensor that a pipeline stage sends to the next one. Its gradient is sent back in the same way.
+
+    Tensor-parallel ranks that all have the tensor send one of its `shares` each, and gather the shares that they
+    receive. A share has consecutive rows, which are tokens. So in low rank it has the columns of the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    shares: int = 1
+
+    @staticmethod
+    def on(ranks: int, shape: Sequence[int], dtype: str) -> StageOutput:
+        """Return a tensor that so many tensor-parallel ranks have. If its rows do not divide, each sends all of it."""
+        return StageOutput(tuple(shape), dtype, 1 if prod(shape[:-1]) % ranks else ranks)
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of what one rank sends."""
+        return self.shape if self.shares == 1 else (prod(self.shape[:-1]) // self.shares, self.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class OwnedMatrix:
     """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix."""
 

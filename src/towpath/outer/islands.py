@@ -8,7 +8,8 @@ where one island holds the register (`register.py`). An exchange takes four mess
     the sum    over gloo, from host memory, between the ranks of equal number in all islands. Groups are formed anew
                after somebody came or left, or an exchange failed. No process group of an island is touched.
     VOTE       with the digest of the sum, or why there is none
-    OUTCOME    applied, if all that are left have the same sum. Otherwise all of them drop it.
+    OUTCOME    applied, if all that are left have the same sum. Otherwise all of them drop it. At the end of a period,
+               it has the numbers of the next data that this island reads
 
 After a dropped exchange nothing changes: the next difference has the steps of this period, too, and weighs as much
 more. Islands that have equal batches are thus weighted by tokens. If all weights are equal, the result has the bits of
@@ -67,6 +68,7 @@ _INSIDE = timedelta(days=1)
 # Elements that are sent at once of the slow weights. Between two of them, an exchange may begin.
 _CHUNK = 1 << 18
 _PERIODS_AHEAD = 2
+_TRIES = 9  # of the mean of all islands, after the first one was dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class IslandSync(OuterSync):
         self._view = ""  # of the group that is connected
         self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
         self._last: dict[int, Key] = {}  # the last exchange of each fragment
-        self._void: set[int] = set()  # the fragments whose last exchange was dropped
+        self._void: dict[int, str] = {}  # the fragments whose last exchange was dropped, and why
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
         # The newcomers that take the slow weights of this island after the next result of a fragment.
@@ -166,18 +168,20 @@ class IslandSync(OuterSync):
         connect = partial(self._group, message, f"newcomer {self.number}", 1, 2, _INSIDE)
         arriving = _receive(self._state_of_now(), connect)
         results: list[tuple[Key, list[Tensor]]] = []
-        while True:
+
+        def have_arrived() -> bool:
             ended = arriving.done()
             found = self._inside.all_gather_objects((ended, str(arriving.exception() or "") if ended else ""))
             if problem := next((problem for _, problem in found if problem), ""):
                 raise StepError(f"the slow weights of island {donor} did not arrive: {problem}")
-            wanted = 1 + _PERIODS_AHEAD if all(ended for ended, _ in found) else 0
-            key, blocks = self._exchange({"key": None, "weight": 0, "blocks": wanted, "donor": donor})
-            if key[1] not in self._void:
-                results.append((key, [part.difference.clone() for part in self._exchanges[key[1]].parts]))
-            if blocks:  # they are given at the end of a period
-                break
-        step = key[0]
+            return all(ended for ended, _ in found)
+
+        step = -1
+        while step not in self._blocks:  # they are given at the end of a period
+            ready = {"key": None, "weight": 0, "donor": donor, "arrived": have_arrived()}
+            step, fragment, _ = key = self._exchange(ready, have_arrived)
+            if fragment not in self._void:
+                results.append((key, [part.difference.clone() for part in self._exchanges[fragment].parts]))
         for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
             target.copy_(tensor)
         # The others have not applied the last results yet.
@@ -212,14 +216,12 @@ class IslandSync(OuterSync):
         weight = step - self._since.get(fragment, step - every)
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
-        ends_period = step % every == 0 and fragment == len(self._exchanges) - 1
-        wanted = len(self._missing_blocks(step)) if ends_period else 0
-        return lambda _: self._exchange({"key": key, "weight": weight, "blocks": wanted})
+        return lambda _: self._exchange({"key": key, "weight": weight})
 
-    def _exchange(self, ready: Message) -> tuple[Key, list[int]]:
+    def _exchange(self, ready: Message, trains: Callable[[], bool] = lambda: True) -> Key:
         """Exchange a fragment with those that are there. Without a key, watch the next exchange, with weight 0.
 
-        Return the key, and the blocks of data that this island got of those that it wanted.
+        Return the key. Once the island `trains`, it gets the blocks of data of its next periods.
         """
         digest = None
         if (key := ready["key"]) is not None:
@@ -227,27 +229,28 @@ class IslandSync(OuterSync):
         go = self._ask({"ready": True, "digest": digest} | ready)
         key = key_of(go["go"] if "go" in go else go["outcome"])
         step, fragment, _ = key
-        outcome = self._ask(self._take_part(key, go)) if "go" in go else go
+        outcome = self._ask(self._take_part(key, go, trains)) if "go" in go else go
+        self.next_block = outcome.get("state", {}).get("next_block", self.next_block)
+        self._take_blocks(step, outcome.get("blocks", ()))
+        for text in outcome.get("said", ()):
+            self.say(text)
         self._last[fragment] = key
         if outcome["applied"]:
             self._since[fragment] = step
-            self._void.discard(fragment)
+            self._void.pop(fragment, None)
         else:
-            self._void.add(fragment)
+            self._void[fragment] = outcome["why"]
             self._disconnect()
             self.dropped += 1
             self.say(
                 f"the exchange of fragment {fragment} after step {step} was dropped, and the next one has these steps, "
                 f"too: {outcome['why']}"
             )
-        return key, go.get("blocks", [])
+        return key
 
-    def _take_part(self, key: Key, go: Message) -> Message:
+    def _take_part(self, key: Key, go: Message, trains: Callable[[], bool]) -> Message:
         """Take part in an exchange that begins. Return the vote of this island."""
-        for text in go["said"]:
-            self.say(text)
-        self.present, self.next_block = len(go["trained"]), go["state"]["next_block"]
-        self._take_blocks(key[0], go["blocks"])
+        self.present = len(go["trained"])
         mine = [(go, newcomer) for donor, newcomer in go["donors"] if donor == self.number]
         self._donations.setdefault(key[1], []).extend(mine)
         exchange, sums, problem = self._exchanges[key[1]], 0, ""
@@ -263,7 +266,10 @@ class IslandSync(OuterSync):
             self._idle.set()
         all_sums = self._inside.all_gather_objects((sums, problem))
         why = next((problem for _, problem in all_sums if problem), "")
-        return {"vote": True, "key": key, "ok": not why, "digest": _combined([n for n, _ in all_sums]), "why": why}
+        ends_period = key[0] % self.plan.settings.every == 0 and key[1] == len(self._exchanges) - 1
+        wanted = len(self._missing_blocks(key[0])) if ends_period and trains() else 0
+        digest = _combined([n for n, _ in all_sums])
+        return {"vote": True, "key": key, "ok": not why, "digest": digest, "why": why, "blocks": wanted}
 
     def _missing_blocks(self, step: int) -> list[int]:
         """Return the periods from a step on for which this island has no data yet, by the steps before them."""
@@ -295,9 +301,16 @@ class IslandSync(OuterSync):
             part.difference.div_(count)
 
     def apply(self, action: ApplyOuter) -> None:
-        """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried until it counts."""
-        while action.average and action.fragment in self._void:
-            self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
+        """Apply the result of an exchange, unless it was dropped. The mean of all islands is tried several times."""
+        for _ in range(_TRIES if action.average else 0):
+            if action.fragment in self._void:
+                self.submit(Task(action.exchange.kind, action.fragment)).wait(on_host=True)
+        if action.average and (why := self._void.get(action.fragment)) is not None:
+            raise StepError(
+                f"rank {self._comm.number}: the islands failed to average their weights {1 + _TRIES} times; at last, "
+                f"{why}. They still have weights of their own. Check the network between them, and start them again: "
+                "they go on from their checkpoints."
+            )
         if action.fragment not in self._void:
             super().apply(action)
         self._donate(action.fragment)
@@ -305,7 +318,7 @@ class IslandSync(OuterSync):
     def wait(self) -> None:
         """Wait for all exchanges under way, and forget those that were dropped."""
         super().wait()
-        for fragment in self._void & self.steps.under_way.keys():
+        for fragment in self._void.keys() & self.steps.under_way.keys():
             del self.steps.under_way[fragment]
             self._donate(fragment)
         self._void.clear()

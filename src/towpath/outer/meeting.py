@@ -342,6 +342,7 @@ class Seat:
         answer: Message = {}
         hello = {"hello": True, "facts": self._facts, "port": self._listener.port, "store": self._store}
         hello |= {"number": number, "run": self._listener.run, "last": self._state.get("last")}
+        hello["next_block"] = self._state["next_block"]
         for _ in range(3 if self._wire is None else 0):
             try:
                 wire = Wire.to(address)
@@ -405,9 +406,9 @@ class Seat:
                 self.leave()
                 raise StepError(answer["end"])
             # What this island would need to hold the register.
+            self._state |= answer.get("state", {})
             if "addresses" in answer:
                 self._last = answer
-                self._state |= answer.get("state", {})
             if "outcome" in answer:
                 self._state["last"] = [answer["outcome"], answer["applied"]]
             return answer | {"host": wire.peer}

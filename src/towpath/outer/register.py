@@ -4,7 +4,8 @@ One island holds the register (`meeting.py`), and all of them send it messages. 
 needs neither sockets nor a clock of its own.
 
     READY   an island has reached an exchange. When all of them have, each gets GO, with the members and their weights.
-    VOTE    an island has the sum, with its digest, or not. When all that are left have voted, each gets the OUTCOME.
+    VOTE    an island has the sum, with its digest, or not. When all that are left have voted, each gets the OUTCOME,
+            and the blocks of data that it wants.
 
 A result is applied if every island that is left has the same sum. Otherwise all of them drop it. An island that has
 voted never decides by itself. If the holder ends, the next one collects what each island waits for, and which outcome
@@ -86,8 +87,10 @@ class Register:
         if is_new := number is None:
             number = self._state["next_number"]
             self._state["next_number"] += 1
-        elif last is not None and (self._last is None or key_of(last[0]) > self._last[0]):
-            self._state["last"] = last
+        else:  # the holder before may have told this island alone what it did last
+            self._state["next_block"] = max(self._state["next_block"], hello.get("next_block", 0))
+            if last is not None and (self._last is None or key_of(last[0]) > self._last[0]):
+                self._state["last"] = last
         self.expected.pop(number, None)
         self.members[number] = Member(number, address, hello["store"], now, admitted=not is_new)
         return number
@@ -150,7 +153,7 @@ class Register:
     def _settle(self, now: float) -> None:
         """Answer if no island has to be awaited."""
         for member in list(self.members.values()):
-            awaits_weights = member.told.get("blocks") == 0 and member.key is None
+            awaits_weights = not member.told.get("arrived", True)
             if awaits_weights and member.donor not in self.members.keys() | self.expected.keys():
                 self._dismiss(member.number, f"island {member.donor} ended while it sent its weights")
         there = self._those_there
@@ -178,8 +181,12 @@ class Register:
         self._state["last"] = [key, not problems]
         if problems:
             self._view = ()  # groups whose exchange failed are not used again
-        for member in members:
-            self._answer(member, {"outcome": key, "applied": not problems, "why": "; ".join(problems)})
+        blocks = [self._blocks_of(member, key) for member in members]
+        said, self._said = self._said, []
+        outcome: Message = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
+        outcome["state"] = dict(self._state)
+        for member, each in zip(members, blocks, strict=True):
+            self._answer(member, outcome | {"blocks": each})
         for member in self.members.values():
             member.admitted |= member.donor >= 0
 
@@ -199,15 +206,6 @@ class Register:
         numbers = tuple(m.number for m in members)
         if numbers != self._view:
             self._view, self._views = numbers, self._views + 1
-        is_boundary = any(m.told["blocks"] for m in trained)
-        blocks: dict[int, range] = {}
-        for member in members:
-            first, wanted = self._state["next_block"], member.told["blocks"] if is_boundary else 0
-            blocks[member.number] = range(first, first + wanted)
-            self._state["next_block"] += wanted
-            if wanted and member.key is None:
-                whose = f"with the slow weights of island {member.donor}"
-                self._said.append(f"island {member.number} joined at step {key[0]} {whose}")
         newcomers = [m for m in self.members.values() if not m.admitted]
         for i, member in enumerate(newcomers):
             member.donor = trained[-1 - i % len(trained)].number
@@ -223,11 +221,20 @@ class Register:
             "state": dict(self._state),
             "donors": [[m.donor, m.number] for m in newcomers],
         }
-        said, self._said = self._said, []
         for member in members:
-            self._answer(member, go | {"blocks": list(blocks[member.number]), "said": said})
+            self._answer(member, go)
         for member in newcomers:
             self.answers.append((member.number, go | {"donation": member.donor}))
+
+    def _blocks_of(self, member: Member, key: Key) -> list[int]:
+        """Return the next blocks of data for an island that has voted, as many as it wants."""
+        first, wanted = self._state["next_block"], member.told.get("blocks", 0)
+        self._state["next_block"] += wanted
+        if wanted and member.donor >= 0:
+            whose = f"with the slow weights of island {member.donor}"
+            self._said.append(f"island {member.number} joined at step {key[0]} {whose}")
+            member.donor = -1
+        return list(range(first, first + wanted))
 
     def _end_those_that_differ(self, trained: list[Member]) -> bool:
         """End islands whose slow weights differ from those of most, and all if no value has most. Return if any do."""

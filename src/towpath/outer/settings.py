@@ -93,8 +93,9 @@ class Outer:
         self._check_transport()
 
     def _check_meet(self) -> None:
-        address = r"\s*[^\s,]+:[1-9]\d{0,4}\s*"
-        if self.meet != "" and not (isinstance(self.meet, str) and re.fullmatch(f"{address}(,{address})*", self.meet)):  # pyright: ignore
+        addresses = self.meet.split(",") if isinstance(self.meet, str) and self.meet else []  # pyright: ignore
+        found = [re.fullmatch(r"\s*[^\s,]+:([1-9]\d{0,4})\s*", each) for each in addresses]
+        if self.meet != "" and not (found and all(each and int(each[1]) < 1 << 16 for each in found)):
             raise ConfigError(f"Outer: meet is HOST:PORT, or several of them with commas between; got {self.meet!r}.")
         if self.meet and (self.nccl or (self.islands or 1) > 1):
             raise ConfigError(

@@ -6,7 +6,8 @@ batch would send nothing, and its neighbors would wait for it. So all ranks comp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any, final
 
@@ -16,10 +17,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from towpath.core.formats import Precision, dtype_name
+from towpath.core.formats import FLOATING, Precision, dtype_name
 from towpath.core.passes import Compression, transport_for
 from towpath.core.transport import matrix_of
+from towpath.core.units import StageOutput
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.dtensors import local_part, parallel_of
 from towpath.errors import ShardError, StepError
@@ -29,7 +33,63 @@ from towpath.topology.together import AllRanks, together
 Tensors = tuple[torch.Tensor, ...]
 
 
-def forward_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Any:
+@final
+class DifferingTensors(TorchDispatchMode):
+    """Finds the tensors that differ between tensor-parallel ranks, in runs without values.
+
+    These are a rank's part of a DTensor that is split, or that is a partial sum, and what is computed from such parts.
+    Plain inputs and plain parameters are the same on these ranks. Only a DTensor makes parts whole again.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Views of a part differ, too, so its memory counts. Each is held, so that no other tensor gets its address.
+        self._memory = dict[int, torch.UntypedStorage]()
+        self.in_outputs = False  # whether outputs of a module are among them
+
+    def __contains__(self, value: Any) -> bool:
+        return _is_plain(value) and value.untyped_storage()._cdata in self._memory
+
+    def add(self, values: Any) -> Any:
+        for each in filter(_is_plain, tree_leaves(values)):
+            self._memory[each.untyped_storage()._cdata] = each.untyped_storage()
+        return values
+
+    @contextmanager
+    def following(self) -> Generator[None]:
+        """Follow the local parts of DTensors, and what is computed from them."""
+        from torch.distributed.tensor import DTensor
+
+        dtensor: Any = DTensor
+        to_local = dtensor.to_local
+
+        def noted(tensor: Any, *, grad_placements: Any = None) -> Any:
+            local = to_local(tensor, grad_placements=grad_placements)
+            if all(placement.is_replicate() for placement in (*tensor.placements, *(grad_placements or ()))):
+                return local
+            return self.add(local.clone())  # a copy, because a part may be a view of what does not differ
+
+        dtensor.to_local = noted
+        try:
+            with self:
+                yield
+        finally:
+            dtensor.to_local = to_local
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return self.add(found) if any(value in self for value in tree_leaves((args, kwargs))) else found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not hasattr(value, "placements")
+
+
+def forward_without_values(
+    module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision, differing: DifferingTensors | None = None
+) -> Any:
     """Return what a module returns, in tensors of the right shapes and dtypes. Nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
 
@@ -48,42 +108,58 @@ def forward_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], pr
             precision.params if t.is_floating_point() and precision.params else dtype_name(t.dtype) for t in inputs
         ]
         given = tuple(torch.empty(t.shape, dtype=torch_dtype(d)) for t, d in zip(inputs, lower, strict=True))
-        return functional_call(module, state, given)
+        with nullcontext() if differing is None else differing.following():
+            return functional_call(module, state, given)
 
 
-def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
+def meta_outputs(
+    module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision, differing: DifferingTensors | None = None
+) -> Tensors:
     """Return the outputs of a stage on the meta device, without computing them."""
-    found = forward_without_values(module, inputs, precision)
+    found = forward_without_values(module, inputs, precision, differing)
     outputs = found if isinstance(found, (tuple, list)) else (found,)
     if not all(isinstance(t, torch.Tensor) for t in outputs):
         raise ShardError(
             f"a stage hands on {', '.join(type(t).__name__ for t in outputs)}: expected a tensor, or a tuple of them."
         )
+    if differing is not None:
+        differing.in_outputs |= any(not _is_plain(t) or t in differing for t in outputs)
     return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in outputs)
 
 
 def exchanged_tensors(
-    modules: Mapping[int, nn.Module], count: int, example: Tensors, precision: Precision, group: dist.ProcessGroup
-) -> list[Tensors]:
+    modules: Mapping[int, nn.Module], count: int, example: Tensors, precision: Precision, everyone: MeshRanks
+) -> tuple[list[Tensors], list[tuple[StageOutput, ...]]]:
     """Return the inputs of each of `count` stages, and the outputs of the last one, on the meta device.
 
     Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
     tensors or an error. PyTorch would find the shapes in the first step, when the modules are sharded already.
+
+    The second list has those of them that stages exchange. Tensor-parallel ranks send shares, unless a tensor between
+    any two stages differs between these ranks.
     """
-    ranks = AllRanks(Groups(group), "Pipeline()", ShardError)
+    ranks = AllRanks(everyone.groups["pp"], "Pipeline()", ShardError)
+    peers = everyone.groups["tp"].world if "tp" in everyone.groups else 1
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
     for index in range(count):
+        # What the last stage returns is not sent.
+        differing = DifferingTensors() if peers > 1 and index < count - 1 else None
 
-        def outputs(index: int = index) -> Tensors | None:
+        def outputs(index: int = index, differing: DifferingTensors | None = differing) -> tuple[Tensors, bool] | None:
             if index not in modules:
                 return None
             try:
-                return meta_outputs(modules[index], found[-1], precision)
+                made = meta_outputs(modules[index], found[-1], precision, differing)
             except Exception as error:  # whatever the user's module raises
                 raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from error
+            return made, differing is not None and differing.in_outputs
 
-        found.append(ranks.combine(outputs, lambda given: next(each for each in given if each is not None)))
-    return [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors) for tensors in found]
+        made, differ = ranks.combine(outputs, lambda given: next(each for each in given if each is not None))
+        found.append(made)
+        peers = 1 if differ else peers
+    sent = [tuple(StageOutput.on(peers, t.shape, dtype_name(t.dtype)) for t in each) for each in found[1:-1]]
+    exchanged = [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in each) for each in found]
+    return exchanged, [(), *sent, ()]
 
 
 def shapes_of(tensors: Tensors) -> str:
@@ -94,7 +170,7 @@ def _sizes(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape))
 
 
-def check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
+def check_exchanged(between: Sequence[Sequence[StageOutput]], compression: Compression) -> None:
     """Raise an error if codecs do not take the tensors between any two stages, or if low rank saves nothing.
 
     All ranks know these tensors, so all ranks raise.
@@ -103,8 +179,8 @@ def check_exchanged(between: Sequence[Tensors], compression: Compression) -> Non
     transports = (compression.activations, compression.activation_gradients)
     for tensor in exchanged:
         for transport in transports:
-            transport_for(dtype_name(tensor.dtype), transport)
-    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
+            transport_for(tensor.dtype, transport)
+    floating = [tensor.sent_shape for tensor in exchanged if tensor.dtype in FLOATING]
     for low_rank in (transport.low_rank for transport in transports):
         if floating and low_rank is not None and not any(low_rank.pays(shape) for shape in floating):
             rows, columns = matrix_of(max(floating, key=prod))

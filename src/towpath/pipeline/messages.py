@@ -16,19 +16,29 @@ import torch.distributed as dist
 
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import first_factor, matmul_thin, orthonormal, with_unit_columns
+from towpath.collectives.backend import all_gather_single
 from towpath.core.formats import dtype_name, wide
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.layout import torch_dtype
+from towpath.errors import StepError
 from towpath.observe.record import Trace
+
+# Of the norm of a tensor. Kernels that add in any order, and bf16, make smaller differences between equal ranks.
+_MOST_APART = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a link sends tensors of one shape and dtype."""
+    """How a link sends tensors of one shape and dtype.
+
+    If `peers` is set, these tensor-parallel ranks have the same tensor. `shape` is that of the share that each of them
+    sends, and error feedback is of this share alone. The receiving ranks decode their shares, and gather them.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     transport: Transport
+    peers: dist.ProcessGroup | None = None
 
     @property
     def used(self) -> bool:
@@ -60,6 +70,33 @@ class Encoding:
         decoded = torch.empty(prod(self.shape), dtype=self.dtype, device=message.device)
         kernels_for(message.device).decode(self.transport.encoding, message, decoded)
         return decoded.view(self.shape)
+
+    def share(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this rank sends of a tensor: the part of its rows that belongs to it, or all of it."""
+        return tensor if self.peers is None else tensor.detach().reshape(self.peers.size(), -1)[self.peers.rank()]
+
+    def gathered(self, share: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of which `share` has arrived. That is `tensor`, or without peers the share itself."""
+        if self.peers is None:
+            return share
+        all_gather_single(tensor.detach().view(-1), share.reshape(-1), self.peers)
+        return tensor
+
+    def check_same(self, tensor: torch.Tensor, what: str) -> None:
+        """Raise `StepError` on all peers unless they have the same tensor, up to rounding. The host waits for it."""
+        if self.peers is None:
+            return
+        tensor = tensor.detach().contiguous()
+        gathered = self.gathered(self.share(tensor), torch.empty_like(tensor))
+        apart = ((gathered.float() - tensor.float()).norm() / tensor.float().norm()).nan_to_num(0.0)
+        dist.all_reduce(apart, dist.ReduceOp.MAX, group=self.peers)
+        if apart > _MOST_APART:
+            raise StepError(
+                f"{what} differ by {float(apart):.0%} between the tensor-parallel ranks "
+                f"{dist.get_process_group_ranks(self.peers)}; expected the same, because each sends a share. Give them "
+                "the same batch and random numbers. If the values are meant to differ, the stage must return "
+                "DTensor.from_local(values, mesh, [Shard(dim)]).to_local(). Then each rank sends all of them."
+            )
 
 
 class Sender:
@@ -94,10 +131,8 @@ class Sender:
             columns, rank = self._factor.shape
             self._factor.copy_(first_factor(columns, rank, self._seed, self._dtype, self._factor.device))
 
-    def encoded(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the message for a tensor. None, a gradient that was not computed, counts as zeros."""
-        if tensor is None:
-            tensor = torch.zeros(self.encoding.shape, dtype=self.encoding.dtype, device=self._error.device)
+    def encoded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the message for a tensor, or for the share of it that this rank sends."""
         message = self.encoding.message(tensor.device)
         x = tensor.detach().reshape(matrix_of(self.encoding.shape)).to(self._dtype)
         if self._error.numel():
@@ -131,28 +166,61 @@ class Sender:
 
 
 @final
+class SendEncoder:
+    """The messages of one kind that a stage sends, from its tensors on. `senders` are those of encoded tensors."""
+
+    def __init__(self, encodings: Sequence[Encoding], device: torch.device, label: str) -> None:
+        self._encodings, self._device, self._label = encodings, device, label
+        self.senders = {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
+        self._checked = set[int]()  # the tensors that peers have compared
+
+    def messages(self, tensors: Sequence[torch.Tensor | None], encoded: bool) -> tuple[torch.Tensor | None, ...]:
+        """Return what is sent of the tensors. A gradient that was not computed is zeros."""
+        found = list(tensors)
+        for i, encoding in enumerate(self._encodings):
+            tensor = found[i]
+            if tensor is None:
+                if not encoding.dtype.is_floating_point:
+                    continue
+                share = torch.zeros(encoding.shape, dtype=encoding.dtype, device=self._device)
+            else:
+                if i not in self._checked:
+                    encoding.check_same(tensor, f"{self._label}, tensor {i},")
+                    self._checked.add(i)
+                share = encoding.share(tensor)
+            found[i] = self.senders[i].encoded(share) if encoded and i in self.senders else share
+        return tuple(found)
+
+
+@final
 class RecvDecoder:
-    """The messages of one kind that a stage receives, from the buffers that they arrive in to the decoded tensors."""
+    """The messages of one kind that a stage receives, from the buffers that they arrive in to the complete tensors."""
 
     def __init__(self, encodings: Sequence[Encoding], device: torch.device) -> None:
         self._encodings, self._device = encodings, device
-        self.arriving: dict[tuple[int, int], torch.Tensor] = {}  # encoded messages, by micro-batch and tensor
+        # By micro-batch and tensor: encoded messages, and shares that are sent as they are.
+        self.arriving: dict[tuple[int, int], torch.Tensor] = {}
+        self._shares: dict[tuple[int, int], torch.Tensor] = {}
 
-    def begin(self, micro_batch: int, receives: Sequence[dist.P2POp], infos: Sequence[Any]) -> None:
-        """Give each operation that receives an encoded tensor the buffer of a message."""
+    def begin(self, micro_batch: int, receives: Sequence[dist.P2POp], infos: Sequence[Any], encoded: bool) -> None:
+        """Give each operation that receives an encoded tensor or a share the buffer of its message."""
         # The model's own inputs have no buffer. In PyTorch 2.11 their placeholders lack the attribute.
         received = [i for i, info in enumerate(infos) if getattr(info, "buffer", None) is not None]
         for index, receive in zip(received, receives, strict=True):
-            if self._encodings[index].used:
-                message = self._encodings[index].message(self._device)
-                receive.tensor = self.arriving[micro_batch, index] = message
+            encoding, at = self._encodings[index], (micro_batch, index)
+            if encoded and encoding.used:
+                receive.tensor = self.arriving[at] = encoding.message(self._device)
+            elif encoding.peers is not None:  # it arrives at its place in the complete tensor
+                receive.tensor = self._shares[at] = encoding.share(infos[index].buffer)
 
     def decode(self, micro_batch: int, infos: Sequence[Any]) -> None:
-        """Put the decoded tensors where PyTorch's stage expects what arrived."""
-        for index, info in enumerate(infos):
-            message = self.arriving.pop((micro_batch, index), None)
+        """Put the decoded and gathered tensors where PyTorch's stage expects what arrived."""
+        for index, (info, encoding) in enumerate(zip(infos, self._encodings, strict=False)):
+            arrived, message = (kept.pop((micro_batch, index), None) for kept in (self._shares, self.arriving))
             if message is not None:
-                info.buffer = self._encodings[index].decoded(message)
+                arrived = encoding.decoded(message)
+            if arrived is not None:
+                info.buffer = encoding.gathered(arrived, info.buffer)
 
 
 # A traced pipeline shows its passes and the messages between stages, next to what its engines show. A message begins

@@ -163,9 +163,10 @@ class Pipeline(Observable):
             given += [f"mesh={mesh.mesh.tolist()}"]
         with together(self._everyone, "Pipeline()", _SAME):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        with together(self._everyone, "Pipeline()", _SAME):
-            exchanged = exchanged_tensors(modules, count, self._example, precision, group)
-            check_exchanged(exchanged[1:-1], self._compression)
+        with together(self._everyone, "Pipeline()", _SAME) as given:
+            exchanged, self._sent = exchanged_tensors(modules, count, self._example, precision, self._everyone)
+            given += [f"shares between stages: {[t for t in each if t.shares > 1]}" for each in self._sent]
+            check_exchanged(self._sent, self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = name_prefixes(modules, count, group)
             ends = find_tied_ends(tied, modules, self.owners, mesh)
@@ -187,6 +188,8 @@ class Pipeline(Observable):
                     mesh,
                     inputs=exchanged[index],
                     outputs=exchanged[index + 1],
+                    received=self._sent[index],
+                    sent=self._sent[index + 1],
                     micro_batches=micro_batches,
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
@@ -445,7 +448,7 @@ class Pipeline(Observable):
     def schedule(self, topology: Topology | None = None, step: int | None = None, accumulated: int = 0) -> JobSchedule:
         """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
 
-        Transfers of tensor-parallel layers are DTensor's, and are left out.
+        Transfers of tensor-parallel layers are DTensor's, and are left out. Gathers of the shares of messages are not.
 
         Args:
             topology: The nodes and their ranks; detected by default.
@@ -456,8 +459,8 @@ class Pipeline(Observable):
         topology = topology or Topology.detect()
         members = tuple(self._everyone.groups["dp"].members)
         mine = {
-            index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), stage.output_shapes)]
-            for index, stage in ((stage.stage_index, stage) for stage in self._stages)
+            index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), self._sent[index + 1])]
+            for index in self.modules
         }
         if self._tied is not None and self._tied.counted_here:  # after the stages
             walks = accumulated + 1
@@ -519,9 +522,8 @@ class Pipeline(Observable):
     def trace_groups(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
-        leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
         for stage in self._stages:
-            stage.leaves_node = leaves_node
+            stage.leave_node = {t.unit for t in transfers if t.kind is TransferKind.ACTIVATION and t.inter_bytes}
         return [*self._everyone.groups.values()]
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
@@ -535,7 +537,7 @@ class Pipeline(Observable):
 
     def local_state(self) -> LocalState:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
-        how = f"{self._compression} {list(self.owners)}"
+        how = f"{self._compression} {list(self.owners)} {self._sent}"
         local = local_state_of(self._mesh, self._stages, self._tied, self._prefixes, how)
         return replace(local, dropped=self._forget_accumulated)
 

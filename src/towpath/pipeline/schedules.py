@@ -22,7 +22,6 @@ from towpath.core.passes import (
     PassKind,
     Post,
     RunPass,
-    Shape,
     StagePass,
     Walk,
     asked_of_micro_batches,
@@ -32,6 +31,7 @@ from towpath.core.passes import (
 )
 from towpath.core.schedule import Schedule
 from towpath.core.transfer import Transfer
+from towpath.core.units import StageOutput
 from towpath.errors import ShardError
 from towpath.observe.totals import SentBytes
 from towpath.topology.cluster import Topology
@@ -150,20 +150,21 @@ def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
 class StageSchedule:
     """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
 
-    `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
-    dtype of each tensor that the stage sends to the next one. The last stage has none.
+    `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` are the tensors that
+    the stage sends to the next one. The last stage has none.
     """
 
     ranks: tuple[int, ...]
     schedule: Schedule
-    outputs: tuple[Shape, ...]
+    outputs: tuple[StageOutput, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JobSchedule(SentBytes):
     """Every transfer of one optimizer step of a pipeline job.
 
-    For each pipeline, the transfers of its stages come first, then the messages between them, rank by rank.
+    For each pipeline, the transfers of its stages come first, then the messages between them, rank by rank. The first
+    pipeline also has the gathers of all tensor-parallel ranks.
     """
 
     topology: Topology
@@ -175,7 +176,7 @@ class JobSchedule(SentBytes):
 
 def job_schedule(
     topology: Topology,
-    pipelines: Iterable[Sequence[StageSchedule]],
+    pipelines: Sequence[Sequence[StageSchedule]],
     order: Order,
     compression: Compression,
     walks: int = 1,
@@ -194,5 +195,7 @@ def job_schedule(
         for message in list(messages(order)) * walks:
             pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
             outputs = stages[message.output_of].outputs
-            found += message_transfers(message, pairs, outputs, topology, compression)
+            peers = list(zip(*(each[message.target].ranks for each in pipelines), strict=True))
+            gathering = peers if stages is pipelines[0] else ()
+            found += message_transfers(message, pairs, outputs, topology, compression, gathering)
     return JobSchedule(topology, tuple(found))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,16 +25,17 @@ from towpath.checkpoint.local_state import (
     fingerprint,
     named_tensors,
 )
-from towpath.core.formats import dtype_name
-from towpath.core.passes import Compression, Shape, StagePass, transport_for
+from towpath.core.passes import Compression, StagePass, transport_for
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.transport import Transport
+from towpath.core.units import StageOutput
 from towpath.engine.executor import Engine, engine_of
+from towpath.engine.layout import torch_dtype
 from towpath.errors import CheckpointError
 from towpath.observe.record import Trace
 from towpath.observe.trace import BETWEEN, INSIDE
-from towpath.pipeline.messages import Encoding, RecvDecoder, Sender, trace_messages
+from towpath.pipeline.messages import Encoding, RecvDecoder, SendEncoder, Sender, trace_messages
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks
 
@@ -48,9 +49,9 @@ class TowpathStage(PipelineStage):
     Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
 
-    `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that
-    use a codec, each as its sending stage and its micro-batch. `gradients` is the process group of all gradient
-    messages. Activations use the group of the mesh.
+    `inputs` and `outputs` are those of one micro-batch, on the meta device. `received` and `sent` are those that
+    neighbors exchange. `encoded` has the gradient messages that use a codec, each as its sending stage and its
+    micro-batch. `gradients` is the process group of all gradient messages. Activations use the group of the mesh.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class TowpathStage(PipelineStage):
         *,
         inputs: tuple[torch.Tensor, ...],
         outputs: tuple[torch.Tensor, ...],
+        received: tuple[StageOutput, ...],
+        sent: tuple[StageOutput, ...],
         micro_batches: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
@@ -70,26 +73,21 @@ class TowpathStage(PipelineStage):
         device = torch.device(mesh.device_type)
         super().__init__(module, index, stages, device, inputs, outputs, group=mesh["pp"].get_group())
         self._encoded, self._compression, self._gradients = encoded, compression, gradients
-        # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
-        self.leaves_node: Mapping[str, bool] = {}
+        # For a trace: the stages whose outputs go to another node, by names such as "stage 0".
+        self.leave_node: Set[str] = frozenset()
         self.accumulating = False  # inside `Pipeline.no_sync`, where no backward pass syncs gradients
         self.seconds_computed = 0.0  # of the host, which on a GPU launches the work only
 
-        def encodings(tensors: Sequence[torch.Tensor], transport: Transport) -> list[Encoding]:
-            return [Encoding(tuple(t.shape), t.dtype, transport_for(dtype_name(t.dtype), transport)) for t in tensors]
+        def encodings(tensors: Sequence[StageOutput], transport: Transport) -> list[Encoding]:
+            peers = mesh["tp"].get_group() if any(t.shares > 1 for t in tensors) else None
+            of = [(t.sent_shape, torch_dtype(t.dtype), transport_for(t.dtype, transport)) for t in tensors]
+            return [Encoding(*each, peers if t.shares > 1 else None) for each, t in zip(of, tensors, strict=True)]
 
-        def senders(encodings: Sequence[Encoding], kind: str) -> dict[int, Sender]:
-            label = f"{kind} of stage {index}"
-            return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
-
-        received, sent = () if self.is_first else inputs, () if self.is_last else outputs
-        back = compression.activation_gradients
-        self._receives_outputs = RecvDecoder(encodings(received, compression.activations), device)
+        forth, back = compression.activations, compression.activation_gradients
+        self._receives_outputs = RecvDecoder(encodings(received, forth), device)
         self._receives_gradients = RecvDecoder(encodings(sent, back), device)
-        self._output_senders = senders(encodings(sent, compression.activations), "outputs")
-        self._gradient_senders = senders(encodings(received, back), "gradients")
-        # The shapes and dtypes of the tensors that the stage sends to the next one.
-        self.output_shapes: tuple[Shape, ...] = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in sent)
+        self._sends_outputs = SendEncoder(encodings(sent, forth), device, f"outputs of stage {index}")
+        self._sends_gradients = SendEncoder(encodings(received, back), device, f"gradients of stage {index}")
         # Parts that are sharded by themselves have their own.
         self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
@@ -107,8 +105,8 @@ class TowpathStage(PipelineStage):
     @property
     def senders(self) -> dict[str, Sender]:
         """The encoders of the stage's messages, by kind and number of the tensor."""
-        found = {"outputs": self._output_senders, "gradients": self._gradient_senders}
-        return {f"{kind}/{index}": sender for kind, senders in found.items() for index, sender in senders.items()}
+        found = {"outputs": self._sends_outputs, "gradients": self._sends_gradients}
+        return {f"{kind}/{index}": sender for kind, sends in found.items() for index, sender in sends.senders.items()}
 
     # Backward passes ------------------------------------------------------------------------------------------------
 
@@ -130,7 +128,7 @@ class TowpathStage(PipelineStage):
     @contextmanager
     def keeping_senders(self) -> Generator[None]:
         """Restore the state of the outputs' senders after an evaluation."""
-        carried = [kept for sender in self._output_senders.values() for kept in sender.state]
+        carried = [kept for sender in self._sends_outputs.senders.values() for kept in sender.state]
         before = [kept.clone() for kept in carried]
         try:
             yield
@@ -144,16 +142,14 @@ class TowpathStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        if self._encodes_outputs:
-            self.fwd_cache[fwd_chunk_id] = _encoded(self._output_senders, outputs), inputs
+        self.fwd_cache[fwd_chunk_id] = self._sends_outputs.messages(outputs, self._encodes_outputs), inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = outputs, inputs
         return self._traced(found, "output", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_fwd_recv_ops(fwd_chunk_id)
-        if self._encodes_outputs:
-            self._receives_outputs.begin(fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id])
+        self._receives_outputs.begin(fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._encodes_outputs)
         return self._traced(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -170,16 +166,17 @@ class TowpathStage(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
-        if self.has_backward and self._gradient_senders and encodes:
-            self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])
+        if self.has_backward and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = self._sends_gradients.messages(self.bwd_cache[bwd_chunk_id], encodes)
         found = self._of_gradients(super().get_bwd_send_ops(bwd_chunk_id))
         return self._traced(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch's outputs."""
         found = self._of_gradients(super().get_bwd_recv_ops(bwd_chunk_id))
-        if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
-            self._receives_gradients.begin(bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id])
+        if found:
+            encoded = self._encodes_gradient(self.stage_index + 1, bwd_chunk_id)
+            self._receives_gradients.begin(bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id], encoded)
         return self._traced(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def _of_gradients(self, found: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -212,14 +209,9 @@ class TowpathStage(PipelineStage):
     def _traced(self, found: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
         """Return the operations of messages between `stage` and the next one. If there is a trace, it shows them."""
         if self.active_trace is not None:
-            track = BETWEEN if self.leaves_node.get(f"stage {stage}", True) else INSIDE
+            track = BETWEEN if f"stage {stage}" in self.leave_node else INSIDE
             trace_messages(found, self.active_trace, track, kind, micro_batch)
         return found
-
-
-def _encoded(senders: dict[int, Sender], tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors, with the message in place of each one that has a sender."""
-    return tuple(senders[i].encoded(tensor) if i in senders else tensor for i, tensor in enumerate(tensors))
 
 
 def schedule_of(engine: Engine, micro_batches: int, passes: Sequence[StagePass], step: int | None = None) -> Schedule:

@@ -33,7 +33,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, StageOutput, UnitSpec
 from towpath.errors import PlanError
 from towpath.plan.hardware import Cluster
 from towpath.plan.model import (
@@ -281,18 +281,22 @@ class Pipelines:
         for index in range(layout.stages):
             strategy = layout.plain_compression.strategy_of(self.strategy(layout), index, layout.stages)
             model = _tensor_share(staged.stages[index], layout.tensor)
-            shape = ((batching.micro_batch, model.length, staged.width), self.request.compute_dtype)
             stages.append(
                 SimulatedStage(
                     strategy,
                     self._plans(model, strategy),
                     self._seconds(layout, model, staged.width, strategy, batching),
                     self._ranks(layout, homes[index]),
-                    (shape,) if index < layout.stages - 1 else (),
+                    (self._output(layout, staged, batching),) if index < layout.stages - 1 else (),
                     layout.tensor,
                 )
             )
         return stages
+
+    def _output(self, layout: Layout, staged: StagedModel, batching: Batching) -> StageOutput:
+        """Return the tensor that stages send. All tensor-parallel ranks have it, as Megatron splits layers."""
+        shape = batching.micro_batch, staged.model.length, staged.width
+        return StageOutput.on(layout.tensor, shape, self.request.compute_dtype)
 
     def _plans_of(self, model: Model, strategy: Strategy) -> list[UnitPlan]:
         return plans_of(model, strategy, self.request.precision, self.cluster.hardware.form)
@@ -377,7 +381,7 @@ class Pipelines:
         most = activation_bytes(model, precision, tokens, batching.checkpointing)
         activations = round(in_flight * kept) + most - kept  # only one micro-batch computes at a time
         found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": activations}
-        compression, shape = layout.plain_compression, (batching.micro_batch, staged.model.length, staged.width)
+        compression, shape = layout.plain_compression, self._output(layout, staged, batching).sent_shape
         sent = [compression.activation_gradients] * (index > 0)
         sent += [compression.activations] * (index < layout.stages - 1)
         if kept_elements := sum(sum(transport.kept_for_message(shape)) for transport in sent):

@@ -14,12 +14,14 @@ from statistics import fmean
 from typing import Any
 
 from towpath.core.costs import Launches, launches_of
-from towpath.core.passes import Await, Compression, Message, Post, RunPass, Shape, StagePass, Walk, message_transfers
+from towpath.core.passes import Await, Compression, Message, Post, RunPass, StagePass, Walk, message_transfers
+from towpath.core.routes import Op
 from towpath.core.schedule import Compute, PassPart, settled, settled_stage, steady_step
 from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
+from towpath.core.units import StageOutput
 from towpath.plan.bandwidth import BandwidthModel, Demand, Event, Thread, Timeline, run_threads
 from towpath.plan.hardware import EVERYWHERE, Hardware, StageLocation
 from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, phase_demand
@@ -100,7 +102,7 @@ class SimulatedStage:
     plans: Sequence[UnitPlan]
     seconds: ComputeSeconds
     ranks: tuple[int, ...] = ()
-    outputs: tuple[Shape, ...] = ()
+    outputs: tuple[StageOutput, ...] = ()
     parts: int = 1
 
 
@@ -239,6 +241,8 @@ class Replay:
                         self._timelines[rank].waited(awaited.kind, f"for {awaited.title}", began, self._bandwidth.now)
                     if not sends:
                         yield from self._code(message, encodes=False)
+                        for gather in awaited.gathers:
+                            yield from self._engines[message.target].run(gather, f"for shares of {awaited.title}")
         for i in own:
             for action in stages[i].end_boundary():
                 yield from self._engines[i].execute(action, stages[i].micro_step)
@@ -264,13 +268,17 @@ class Replay:
             source, target = self._stages[message.source], self._stages[message.target]
             pairs = list(zip(source.ranks, target.ranks, strict=True))
             outputs, topology = self._stages[message.output_of].outputs, self._hardware.topology
-            transfers = list(message_transfers(message, pairs, outputs, topology, self._compression))
+            # The tensor-parallel ranks of each copy are neighbors.
+            gathering = [target.ranks[i : i + target.parts] for i in range(0, len(target.ranks), target.parts)]
+            how = self._compression, gathering, self._hardware.form
+            every = list(message_transfers(message, pairs, outputs, topology, *how))
+            transfers, gathers = ([t for t in every if t.move.op is op] for op in (Op.SEND, Op.ALL_GATHER))
             ends = self._locations[message.source], self._locations[message.target]
             costs = deque(message_cost(transfer, self._hardware, *ends) for transfer in transfers)
             timeline = self._timelines[between[0]]
-            timeline.inter_bytes += sum(t.inter_bytes for t in transfers)
-            timeline.intra_bytes += sum(t.intra_bytes for t in transfers)
-            self._links.messages[message] = RankMessage(message, between, transfers, costs, timeline)
+            timeline.inter_bytes += sum(t.inter_bytes for t in every)
+            timeline.intra_bytes += sum(t.intra_bytes for t in every)
+            self._links.messages[message] = RankMessage(message, between, transfers, gathers, costs, timeline)
         return self._links.messages[message]
 
     def _code(self, message: Message, *, encodes: bool) -> Iterator[Demand]:
@@ -288,12 +296,14 @@ class Replay:
 class RankMessage:
     """A message from one rank of the pipeline to another. It moves once both ends have posted it.
 
-    `costs` are the phases that have not begun, and `behind` is a message that must end first.
+    Then the receiving ranks run the `gathers` of its shares. `costs` are the phases that have not begun, and `behind`
+    is a message that must end first.
     """
 
     message: Message
     between: tuple[int, int]
     transfers: Sequence[Transfer]
+    gathers: Sequence[Transfer]
     costs: deque[PhaseCost]
     timeline: Timeline
     posted: int = 0

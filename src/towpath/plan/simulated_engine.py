@@ -226,6 +226,14 @@ class SimulatedEngine:
         yield from self._wait(task)
         self._launcher.until = max(self._launcher.until, self._bandwidth.now)  # the host could not run ahead
 
+    def run(self, transfer: Transfer, name: str) -> Iterator[Demand]:
+        """Run a transfer in the order of the computation, which waits for it."""
+        yield from self.launch(launches_of(transfer))
+        began = self._bandwidth.now
+        for phase in phase_costs(TransferShape.of(transfer), self._hardware):
+            yield phase_demand(self._bandwidth, replace(phase, needs=self._location.named(phase.needs)))
+        self._timeline.waited(transfer.kind, name, began, self._bandwidth.now)
+
     # Queues ----------------------------------------------------------------------------------------------------------
 
     def _transfers_of(self, task: Task) -> list[Transfer]:

@@ -18,7 +18,7 @@ from towpath.core.routes import ALL_TO_ALL, Form, Grid, Op, effective_route, hop
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.units import Activation, Range
+from towpath.core.units import Range
 from towpath.plan.hardware import CABLE, INSIDE, PROCESSOR, SPINE, GroupMesh, Hardware, StageLocation
 from towpath.topology.cluster import Extent, Topology
 
@@ -85,7 +85,7 @@ class TransferShape:
         move, grid, codec = transfer.move, transfer.grid, transfer.transport.encoding
         nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
         stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
-        if isinstance(transfer.payload, Activation):
+        if move.op is Op.SEND:
             size = transfer.message_bytes
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)

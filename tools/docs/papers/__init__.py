@@ -1,7 +1,7 @@
-"""Tables of benchmarks/comparisons/papers.md: what the papers measured, and what the simulator predicts.
+"""The reference table of benchmarks/comparisons/papers.md: what the papers print, and what the simulator predicts.
 
-python -m tools.docs.papers               lists the tables
-python -m tools.docs.papers papers-mics   simulates one and prints it
+python -m tools.docs.papers               lists the rows
+python -m tools.docs.papers "PaRO, Fig"   simulates those that contain a text, and prints them
 python -m tools.docs.generate             writes all of them into the page
 """
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from functools import cache
 
-from tools.docs.papers import pipelines, placements, scale, speedups
+from tools.docs.papers import rows
 from tools.docs.papers.lines import Table, Writer
-from tools.docs.papers.speedups import COUNTS, counts
+from tools.docs.papers.summary import TABLES
 
-__all__ = ["COUNTS", "Writer", "counts", "tables"]
+__all__ = ["TABLES", "Writer", "tables"]
 
 
 @cache
 def tables() -> dict[str, Table]:
-    """Return every table by its name."""
-    return {**speedups.tables(), **placements.tables(), **pipelines.tables(), **scale.tables()}
+    """Return the tables whose lines are simulated, by name."""
+    return {"papers": Table(("paper", "what", "printed", "as it ran", "overlapped"), rows.rows())}

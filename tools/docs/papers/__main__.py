@@ -1,4 +1,4 @@
-"""Print one table of benchmarks/comparisons/papers.md."""
+"""Simulate rows of the reference table and print them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 from tools.docs.papers import Writer, tables
 
-if __name__ == "__main__":
-    names = sys.argv[1:]
-    if not names or (unknown := set(names) - set(tables())):
-        raise SystemExit("\n".join(["python -m tools.docs.papers TABLE …; the tables are", *tables()]))
-    for name in names:
-        print(Writer(slow=True).text(name, tables()[name]), end="\n\n")
+(name, table), wanted = next(iter(tables().items())), sys.argv[1:]
+for line in table.lines:
+    if any(each in line.name for each in wanted):
+        print(" | ".join(Writer(slow=True).simulated(name, line)), flush=True)
+    elif not wanted:
+        print(line.name)

@@ -1,4 +1,4 @@
-"""Lines and tables of benchmarks/comparisons/papers.md, and what each line costs to simulate.
+"""The lines of benchmarks/comparisons/papers.md, and what each line costs to simulate.
 
 A page is checked line by line. `seconds.json` has the processor seconds that each line took when it was last measured.
 `make test` simulates the lines that take less than `QUICK` again, and the quickest one of each table if it takes less
@@ -55,12 +55,13 @@ class Writer:
         rows: list[Sequence[str]] = []
         for line in table.lines:
             kept = not self._slow and not is_quick(self._costs.get(name, {}), line.name)
-            rows.append(before[line.name] if kept and line.name in before else self._simulated(name, line))
+            rows.append(before[line.name] if kept and line.name in before else self.simulated(name, line))
         text = [f"| {' | '.join(cells)} |" for cells in (table.heads, *rows)]
         text.insert(1, "|" + len(table.heads) * "---|")
         return "\n".join(text)
 
-    def _simulated(self, table: str, line: Line) -> list[str]:
+    def simulated(self, table: str, line: Line) -> list[str]:
+        """Return the cells of a line, and remember what it took to simulate it."""
         start = process_time()
         cells = [*line.known, *line.simulate()]
         took, known = process_time() - start, self._costs.setdefault(table, {})

@@ -6,20 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from tools.docs.papers.lines import Line, Table, ticked
-from tools.docs.papers.settings import BLOCKS, MATRICES, cluster, model_of
-from tools.docs.papers.speedups import LINS, MEASURED_BY_PARO, lins_setting
+from tools.docs.papers.lines import Line
+from tools.docs.papers.settings import BLOCKS, LINS, MATRICES, cluster, lins_setting, model_of
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
-from towpath.plan.hardware import GIB, Cluster, Hardware
+from towpath.plan.hardware import GIB, Hardware
 from towpath.plan.model import activation_bytes
 from towpath.plan.request import BF16
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 
 # Of a GPU's memory, what communication and passing values take (D_tmp). The paper gives no figure.
-TEMPORARY_GIB, OTHERS_GIB = 12, (0, 4, 8, 16)
+RESERVED_GIB = 0, 12
 # Placements whose sums differ by less are equally good.
 EQUAL = 0.005
 
@@ -31,10 +30,6 @@ class Placed:
     placement: Placement
     communication: float
     gib: float
-
-    def __str__(self) -> str:
-        place = self.placement
-        return f"{place.params}, {place.grads}, {place.optimizer}: {self.communication:.3f} s, {self.gib:.0f} GiB"
 
 
 def lins_placements(name: str) -> list[Placed]:
@@ -90,63 +85,45 @@ def _broadcasts(move: MoveShape, numel: int, hardware: Hardware) -> float:
     return members * (moved / (members - 1) + waited)
 
 
-def _placements() -> Iterator[Line]:
-    def cells(name: str, placement: Placement) -> list[str]:
-        everything, there = lins_placements(name), lins_setting(name).cluster.memory / GIB
-        own = next(p for p in everything if _is(p.placement, placement))
-        places, best = dict[int, str](), own
-        for reserved in (TEMPORARY_GIB, *OTHERS_GIB):
-            placed = [p for p in everything if p.gib <= there - reserved]
-            cheaper = sum(p.communication < own.communication * (1 - EQUAL) for p in placed)
-            places[reserved] = f"{cheaper + 1}" if own in placed else "–"
-            if reserved == TEMPORARY_GIB:
-                equal = sum(abs(p.communication / own.communication - 1) <= EQUAL for p in placed) - 1
-                places[reserved] += f" of {len(placed)}" + f", {equal} equal" * bool(equal)
-                best = placed[0]
-        first, *others = places.values()
-        return [str(own), first, ", ".join(others), str(best)]
-
-    for name, (system, *_) in LINS.items():
-        note = " ¹" if name == "llama-30b" else ""
-        yield Line((f"{name}{note}",), partial(cells, name, system.preset))
+def _place(name: str, placement: Placement) -> list[str]:
+    """Return the place of a placement by the sum among those that fit, with each reserved amount of memory."""
+    everything, there = lins_placements(name), lins_setting(name).cluster.memory / GIB
+    own = next(p for p in everything if _is(p.placement, placement))
+    places: list[str] = []
+    for reserved in RESERVED_GIB:
+        placed = [p for p in everything if p.gib <= there - reserved]
+        cheaper = sum(p.communication < own.communication * (1 - EQUAL) for p in placed)
+        places.append(f"{cheaper + 1} of {len(placed)}" if own in placed else "–")
+    return ["–", ", ".join(places)]
 
 
 def _is(one: Placement, other: Placement) -> bool:
     return (one.params, one.optimizer) == (other.params, other.optimizer)
 
 
-def collective_seconds(route: Route, here: Cluster, gigabytes: float) -> float:
-    """Return the seconds of an all-gather over all ranks, of so much on each at its end.
+def lines() -> Iterator[Line]:
+    """Yield the placements of Table III."""
+    for name, (system, _) in LINS.items():
+        placement = system.preset
+        assert isinstance(placement, Placement)
+        reserved = ", ".join(map(str, RESERVED_GIB))
+        what = f"place of P {placement.params}, OS {placement.optimizer}, {name}, with {reserved} GiB reserved"
+        yield Line(("Table III", what, "1"), partial(_place, name, placement))
 
-    The ring is the backend's own. HO-Ring is made of messages, and hierarchical gathers of collectives over columns and
-    rows, as in the papers.
+
+def gather_line(place: str, what: str, printed: str, route: Route) -> Line:
+    """Return the time of an all-gather on two nodes by a route, over that of the backend's ring.
+
+    HO-Ring is made of messages, and hierarchical gathers of collectives over columns and rows, as in the papers.
     """
-    topology = here.topology
-    move = MoveShape(Op.ALL_GATHER, 1, Grid(topology.nodes, topology.ranks_per_node), 1)
-    form = Form.MESSAGES if route == "ho-ring" else Form.COLLECTIVES
-    return _alone(move, int(gigabytes * 5e8), here.hardware, route, form)
 
+    def cells() -> list[str]:
+        is_paro = route == "ho-ring"
+        here = cluster("dgx-a100-800g", 2, 56) if is_paro else cluster("p3dn", 2)
+        move = MoveShape(Op.ALL_GATHER, 1, Grid(2, here.topology.ranks_per_node), 1)
+        numel = int((100 / 16 if is_paro else 0.128) * 5e8)  # of 16 bits, for all of 100 GB, or for 128 MB
+        form = Form.MESSAGES if is_paro else Form.COLLECTIVES
+        ring = _alone(move, numel, here.hardware, "ring")
+        return ["–", f"{_alone(move, numel, here.hardware, route, form) / ring:.2f}"]
 
-def _collectives() -> Iterator[Line]:
-    def cells(route: Route, here: Cluster, gigabytes: float, printed: float) -> list[str]:
-        ratio = collective_seconds(route, here, gigabytes) / collective_seconds("ring", here, gigabytes)
-        return [ticked(ratio, printed)]
-
-    paro, sheet, p3dn = cluster("dgx-a100-800g", 2, MEASURED_BY_PARO), cluster("dgx-a100-800g", 2), cluster("p3dn", 2)
-    runs: tuple[tuple[str, str, float, Route, Cluster, float], ...] = (
-        ("PaRO", "HO-Ring / ring, 2 × 8 A100, 100 GB in all", 309 / 459, "ho-ring", paro, 100 / 16),
-        ("PaRO", "the same, 85 GB/s between nodes", 309 / 459, "ho-ring", sheet, 100 / 16),
-        ("MiCS", "hierarchical / vanilla, 2 × 8 V100, 128 MB", 0.721, "hierarchical", p3dn, 0.128),
-    )
-    for paper, what, printed, route, here, size in runs:
-        yield Line((paper, what, f"{printed:.2f}"), partial(cells, route, here, size, printed))
-
-
-def tables() -> dict[str, Table]:
-    others = f"place, with {', '.join(map(str, OTHERS_GIB))} GiB"
-    return {
-        "papers-placements": Table(
-            ("model", "P, G, OS of Table III", "place", others, "the cheapest by the same sum"), tuple(_placements())
-        ),
-        "papers-collectives": Table(("paper", "time of an all-gather", "printed", "simulated"), tuple(_collectives())),
-    }
+    return Line((place, what, printed), cells)

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from tools.docs.papers.peers import Program
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.placement import Placement
@@ -16,8 +17,9 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.catalog import load_cluster, named_models
 from towpath.plan.hardware import GIB, Cluster
 from towpath.plan.model import Model, ModelUnit, Transformer
+from towpath.plan.replay import in_our_order
 from towpath.plan.request import BF16, Request
-from towpath.plan.solver import Batching, Prediction, Solver
+from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Extent
 
 BLOCKS, MATRICES = "blocks", "matrices"
@@ -28,14 +30,10 @@ HALF = Precision("bfloat16", "bfloat16", None)
 V100_PEAK, A100_PEAK = 120e12, 312e12
 
 SHAPES: dict[str, Transformer] = {name: shape for name, (shape, _) in named_models().items()} | {
-    # MiCS prints sizes only. These have them, and the form of its other models.
-    "bert-52b": Transformer(32008, 8192, 64, 64, 4 * 8192, positions=512),
+    # MiCS prints the size only. This has it, and the form of its other models.
     "bert-100b": Transformer(32008, 10240, 80, 80, 4 * 10240, positions=512),
     # The paper's 128 layers for Megatron-LM-3D.
     "bert-10b-128": Transformer(32008, 2560, 128, 40, 4 * 2560, positions=512),
-    # Fig. 11b: wider layers.
-    "bert-10b-wide": Transformer(32008, 2560, 80, 40, 8 * 2560, positions=512),
-    "gpt-175b": Transformer(51200, 12288, 96, 96, 4 * 12288, positions=2048),
 }
 
 
@@ -97,11 +95,12 @@ class System:
     def strategy(self, cluster: Cluster) -> Strategy:
         return as_published(presets.strategy(self.preset, cluster.topology, **self.options))
 
-    def step(self, setting: Setting, units: str = MATRICES) -> Prediction:
+    def seconds(self, setting: Setting, program: Program | None = None) -> float:
+        """Return the seconds of a step in the order of a program, or of Towpath, which overlaps everything."""
         strategy = self.strategy(setting.cluster)
         # What holds all parameters gathers none: its gradients go in buckets, whatever the modules are.
-        units = BLOCKS if strategy.placement.params.size == 1 else units
-        return setting.solver(units).predict(strategy, setting.batching)
+        solver = setting.solver(BLOCKS if strategy.placement.params.size == 1 else MATRICES)
+        return solver.predict(strategy, setting.batching, program.steps if program else in_our_order).seconds
 
     def gib(self, setting: Setting) -> float:
         """Return the GiB that a rank needs at most, with gradients summed in 16 or in 32 bits: what needs less."""
@@ -123,10 +122,42 @@ def mics(*group: int) -> System:
     return System("mics", {"group": Extent(*group), "route": "hierarchical"})
 
 
-def cluster(name: str, nodes: int, gigabytes: float | None = None, reached: float | None = None) -> Cluster:
-    """Return a shipped cluster with so many nodes, and perhaps another rate between them or of matrix products."""
+def lins(params: int) -> System:
+    """Return a placement of Table III of Lins, whose optimizer states are sharded over a node."""
+    return System(Placement(Extent(params), Extent(params), Extent(8)), {"route": "flat"})
+
+
+def cluster(name: str, nodes: int, gigabytes: float | None = None) -> Cluster:
+    """Return a shipped cluster with so many nodes, and perhaps another rate between them."""
     found = load_cluster(name).on(nodes)
-    if gigabytes is not None:
-        hardware = found.hardware
-        found = replace(found, hardware=replace(hardware, inter=replace(hardware.inter, rate=gigabytes * 1e9)))
-    return found if reached is None else replace(found, reached=reached)
+    return found if gigabytes is None else found.at_rate(gigabytes * 1e9)
+
+
+# Lins's placements (Table III), and the group of MiCS. In the text of the paper that we have, the last cell of the
+# table is cut off for 30B.
+LINS = {
+    "llama-7b": (lins(1), System("mics", {"group": Extent(8)})),
+    "llama-13b": (lins(4), System("mics", {"group": Extent(8)})),
+    "llama-30b": (lins(8), System("mics", {"group": Extent(8, 2)})),
+}
+
+
+def lins_setting(name: str, nodes: int = 128) -> Setting:
+    """Return a run of Lins: a step has 1,024 sequences of 4,096 tokens, one at a time."""
+    return Setting(name, 4096, cluster("a800-4hdr", nodes), 1, 128 // nodes, checkpointing=name == "llama-30b")
+
+
+def mics_setting(model: str, nodes: int, name: str = "p3dn") -> Setting:
+    """Return a run of MiCS: a step has 8,192 sequences of 512 tokens, eight at a time on each rank."""
+    return Setting(model, 512, cluster(name, nodes), 8, 8192 // (8 * 8 * nodes), checkpointing=True)
+
+
+def zeropp_setting(model: str, tokens: int, adapters: int, nodes: int) -> Setting:
+    """Return a run of ZeRO++: one micro-step of so many tokens. An adapter has 85 % of 100 Gbit/s."""
+    return Setting(model, tokens, cluster("dgx-2", nodes, 10.625 * adapters), checkpointing=True)
+
+
+def paro_setting(model: str, nodes: int) -> Setting:
+    """Return a run of PaRO: ten micro-steps of four sequences of 512 tokens. It measured 56 GB/s between nodes."""
+    here = cluster("dgx-a100-800g", nodes, 56)
+    return Setting(model, 512, here, 4, 10, checkpointing=model == "llama-65b")
