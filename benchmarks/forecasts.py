@@ -42,7 +42,7 @@ NETWORK = 0.85
 SOCKET, SOCKETS = 1.4e9, {"oumi-polaris": 2, "oumi-gcp": 4, "oumi-gcp-single": 4}
 # Attention counts in full. Causal kernels skip half, and reach a lower share of the peak than large matrices.
 ATTENTION = 1.5
-# What passes read and write beside matrix products, in times of what autograd keeps of a block.
+# What passes read and write in addition to matrix products, over what autograd keeps of a block.
 TRAFFIC = 2.0
 # How much longer computation takes while a collective runs: it shares the GPU's processors and memory with it.
 CONTENTION = 0.3
@@ -53,13 +53,12 @@ _GPUS = {
     "H100": ("h100-400g", 1.0),
     "H200": ("h100-400g", 1.43),
 }
-_PEAK_OF_FP8 = 2.0
 _DTYPES: dict[str, Any] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the planner says about a run."""
+    """The planner's step of a run, and the run that fixed the rate of its GPU."""
 
     run: Run
     fixed_by: Run
@@ -119,9 +118,12 @@ def cluster_of(run: Run, reached: float) -> Cluster:
         inter=replace(cluster.hardware.inter, rate=rate),
         memory_rate=cluster.hardware.memory_rate * faster,
     )
-    peak = given.bf16_flops * (_PEAK_OF_FP8 if run.precision == "fp8" else 1.0)
     return replace(
-        cluster, hardware=hardware, peak=(("bfloat16", peak),), reached=reached, memory=round(given.gpu_memory_gb * 1e9)
+        cluster,
+        hardware=hardware,
+        peak=(("bfloat16", given.bf16_flops),),
+        reached=reached,
+        memory=round(given.gpu_memory_gb * 1e9),
     )
 
 

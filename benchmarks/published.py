@@ -2,7 +2,7 @@
 
 `load()` reads `published.toml`: who measured, on which cluster and model, with which settings, and what was printed.
 A forecast of a run may use one run on one node of the same group. The other runs across nodes are in two halves: a
-forecaster may be developed on the first, and is tested on the second, whose errors nobody looks at before.
+forecaster may be developed on the first, and is tested on the second, whose errors are not looked at before.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def half(run_id: str) -> str:
 
 
 def name(run: Run) -> str:
-    """Return the id that a run must have, so that nobody chooses its half."""
+    """Return the id that a run must have, so that its half is not a choice."""
     sharding = {"full shard": "fsdp", "shard gradients": "zero2", "hybrid shard": "hsdp", "replicate": "ddp"}
     extents = {"tp": run.tensor, "pp": run.pipeline, "cp": run.context}
     parts = [

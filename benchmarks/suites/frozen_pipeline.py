@@ -70,7 +70,7 @@ class Pairing:
 
 
 class FrozenPipeline:
-    """What variants of the messages change in the gradients of all stages but the last, which has exact ones.
+    """The changes by variants of messages in the gradients of all stages but the last, which has exact ones.
 
     `variants` has the compression of each, and the class of its links. The errors of those in `paired` are paired with
     activations.

@@ -135,7 +135,7 @@ class GradientCase:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What the result depends on, next to the case."""
+        """The settings that the result depends on, next to the case."""
         return GRADIENT_SETTING
 
     @property
@@ -277,7 +277,7 @@ class TrainingCase:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What the result depends on, next to the case."""
+        """The settings that the result depends on, next to the case."""
         return TRAINING_SETTING
 
     @property

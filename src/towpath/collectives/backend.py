@@ -329,7 +329,7 @@ class Reordered(_OnCopies):
 class InParts(_OnCopies):
     """A gather or a reduce-scatter over columns and rows, which work on two parts of all slices at a time (HO-Ring).
 
-    Calls over the column are not waited for at once. So NCCL runs them beside those over the row, and events order the
+    Calls over the column are not waited for at once. So NCCL runs them with those over the row, and events order the
     two calls of a part. All ranks launch all calls in one order, because both communicators share the device.
     """
 
