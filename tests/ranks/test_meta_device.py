@@ -16,6 +16,7 @@ from tests.ranks.strategies import strategy_of
 from tests.ranks.test_every_model import SHAPE, WIDTH, Chain, _loss, labels
 from tests.ranks.twin import TOLERANCE, distance
 from towpath import errors
+from towpath.topology.groups import Groups
 
 
 class Deterministic(nn.Module):
@@ -139,3 +140,29 @@ def test_a_module_that_cannot_initialise_itself_is_named() -> None:
         model.blocks[1].bare = nn.ParameterList([torch.empty(3, dtype=torch.float64)])
     with pytest.raises(errors.ShardError, match=r"blocks.1.*reset_parameters"):
         towpath.shard(model, "zero3", topology=SHAPE)
+
+
+@pytest.mark.parametrize("differing", [False, True])
+@pytest.mark.parametrize("where", ["meta", "cpu"])
+@on_ranks(4)
+def test_values_are_broadcast_only_where_a_rank_has_others(where: str, differing: bool) -> None:
+    if where == "meta":
+        model = _meta_model()
+        torch.manual_seed(0)
+    else:
+        torch.manual_seed(0)
+        model = Chain([MetaBlock() for _ in range(3)]).double()
+    if differing and dist.get_rank() == 3:
+        torch.manual_seed(1)
+        for parameter in model.parameters() if where == "cpu" else ():
+            nn.init.normal_(parameter)
+    sent: list[int] = []
+    broadcast = Groups.broadcast
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Groups, "broadcast", lambda self, values: (sent.append(values.numel()), broadcast(self, values)))
+        sharded: Any = towpath.shard(model, "zero3", topology=SHAPE)
+    assert (max(sent) > WIDTH * WIDTH) == differing  # a matrix, or only buffers
+    values = torch.cat([parameter.full_tensor().detach().flatten() for parameter in sharded.parameters()])
+    everywhere = [torch.empty_like(values) for _ in range(4)]
+    dist.all_gather(everywhere, values)
+    assert all(torch.equal(each, values) for each in everywhere)

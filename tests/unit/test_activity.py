@@ -28,7 +28,7 @@ from towpath.core.units import Range
 from towpath.engine.agree import status
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import NextRank, Watchdog, _report
-from towpath.engine.comm import make_stream
+from towpath.engine.comm import Streams, leave, make_stream
 from towpath.engine.threads import ThreadStream, _ThreadHandle
 from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
@@ -344,6 +344,21 @@ def test_a_program_that_ends_in_an_error_does_not_wait_for_a_thread_that_never_e
     with pytest.raises(SystemExit, match="1"):
         daemons._end_daemons()
     ends.set()
+
+
+def test_a_program_that_ends_in_an_error_does_not_wait_for_a_transfer_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finished: list[str] = []
+    streams: Any = Streams(torch.device("cpu"))
+    streams["between nodes"] = SimpleNamespace(finish=lambda: finished.append("waited"))
+    peers: Any = SimpleNamespace(diverged="")
+    monkeypatch.setattr(daemons, "_ends_in_error", False)
+    leave(weakref.ref(streams), peers)
+    assert finished == ["waited"]
+    daemons.note_error()
+    leave(weakref.ref(streams), peers)
+    assert finished == ["waited"]
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "is lost"])

@@ -175,12 +175,13 @@ def build(
     comm.share(strategy, [*plans, *others])
     is_real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     # Where rank 0 has all values, the models of the other ranks may be on the meta device, and need no values.
-    root_is_real = job.all_gather_objects(is_real)[0]
+    are_real = job.all_gather_objects(is_real)
+    root_is_real = are_real[0]
     starts = job.rank == 0 or not root_is_real
     if starts and not is_real:
         add_reset_parameters(model)
     if values is None:
-        source = FromModel(groups, mesh, comm.device, job, starts)
+        source = FromModel(groups, mesh, comm.device, job, starts or all(are_real))
     else:
         source = FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))

@@ -25,6 +25,7 @@ from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
+from towpath.daemons import ends_in_error
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
@@ -102,7 +103,8 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
         sys.stderr.flush()
         os._exit(1)
     left = streams()
-    if left is not None:
+    # After an error, a job may wait for a node that is gone without a word. `daemons` then ends the process.
+    if left is not None and not ends_in_error():
         with contextlib.suppress(Exception):
             for stream in left.values():
                 stream.finish()

@@ -42,8 +42,8 @@ from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.collectives.select import group_rank, select
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.daemons import start_daemon
-from towpath.engine.agree.boundary import checksum
 from towpath.engine.comm import CommContext
+from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import StepError, TowpathError

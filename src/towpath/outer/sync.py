@@ -27,10 +27,10 @@ from towpath.collectives.collective import Workspace
 from towpath.core.queues import HOST_EXCHANGES, LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
-from towpath.engine.agree.boundary import checksum
 from towpath.engine.agree.digest import differing_islands
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.gradients import host_memory, slice_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from towpath.core.queues import LoggedCall
-from towpath.engine.agree.boundary import checksum
 from towpath.engine.executor import Engine
+from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError, StepError
 from towpath.topology.together import together

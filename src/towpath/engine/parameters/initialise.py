@@ -1,6 +1,7 @@
 """The initial values of a model's shards, one bucket at a time, so that no rank ever holds the unsharded model.
 
 FromModel    the values of rank 0's model, or those that its modules initialize; rank 0 broadcasts each unsharded bucket
+             that differs on another rank
 FromValues   the user's `values(name, start, end)`; each rank calls it only for the elements that it holds
 
 Transformers models get a `reset_parameters()` for each module, by which `FromModel` initializes them.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace, is_saved, torch_dtype
+from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.dtensors import TensorParallelMesh, local_part
 from towpath.errors import ConfigError, ShardError, TowpathError
 from towpath.topology.groups import Groups
@@ -84,8 +86,9 @@ class FromModel(InitialValues):
                     values, target = local_part(module.get_parameter(attribute)), place.of(whole)
                     if values.data_ptr() != target.data_ptr():
                         target.copy_(values)
-        # Also on ranks that have initialized the same modules: their random numbers may differ.
-        self._job.broadcast(whole)
+        # Ranks that have the same values, such as after the same seed, send no more than a checksum over slow links.
+        if len(set(self._job.all_gather_objects(checksum(whole).item() if self._starts else None))) > 1:
+            self._job.broadcast(whole)
         for place in layout.places:
             # The ranks of a tensor-parallel mesh may have drawn other values for what they hold copies of.
             for group in self._mesh.copies(place.parallel):
