@@ -103,8 +103,9 @@ def shard(
     """Shard `model` in place and return it. Every rank of the process group must call it with the same arguments.
 
     Afterwards the parameters are `ShardTensor`s. Make the optimizer from `model.parameters()`, and train as before.
-    Rank 0 broadcasts its parameters and buffers, so all ranks start with its values (unless `values` is given). The
-    models of the other ranks may be on the meta device.
+    All ranks start with the parameters and buffers of rank 0 (unless `values` is given). Where every rank has the same
+    values, as after one seed, parameters are compared and not sent. The models of the other ranks may be on the meta
+    device.
 
     Args:
         model: The model, on the device that it trains on, or on the meta device to save memory. With `device`, it may

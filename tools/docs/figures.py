@@ -304,6 +304,23 @@ PAGES: Mapping[str, Page] = {
         "Blocks wait instead of computing, on links with a communication-to-computation ratio of 2. A window has as "
         "many steps as lie between two snapshots. Bytes are those of the kernel's counters.",
     ),
+    "healing": Page(
+        "Healing",
+        "Runs that lose a node of three, with its memory and disk, against an undisturbed one.",
+        "python -m benchmarks healing",
+        "Every loss, every norm and every file of the last checkpoint equal those of the undisturbed run, to the bit.",
+    ),
+    "recovery": Page(
+        "Recovery",
+        "The seconds from the loss of a node, or of its ranks, to the next step.",
+        "python -m benchmarks recovery",
+        "Three nodes of two ranks train 17 million parameters over 1 Gbit/s, on two cores of one machine.",
+    ),
+    "islands": Page(
+        "Islands that come and go",
+        "Islands that are killed and return over 10 Mbit/s, while the others train on.",
+        "python -m benchmarks islands",
+    ),
     "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python -m benchmarks soak"),
     "timeline": Page(
         "Overlap on a GPU",
