@@ -231,23 +231,18 @@ class NodeMemory:
 
     # --- notes --------------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: Any, *, first: bool = False) -> None:
-        """Write a small value, as JSON. Readers see the whole of it or none.
+    def note(self, name: str, value: Any) -> None:
+        """Write a small value, as JSON, unless there is one of this name. Readers see the whole of it or none.
 
         Args:
             name: What `noted` finds it by.
             value: Any value of JSON.
-            first: Keep the value that is there, if there is one.
         """
-        path = self.path / f"{name}.json"
         new = self.path / f"{name}.json.{os.getpid()}"
         new.write_text(json.dumps(value))
-        if first:
-            with suppress(FileExistsError):
-                os.link(new, path)
-            new.unlink()
-        else:
-            new.replace(path)
+        with suppress(FileExistsError):
+            os.link(new, self.path / f"{name}.json")
+        new.unlink()
 
     def noted(self, name: str) -> Any:
         """Return a value that was noted, or None."""

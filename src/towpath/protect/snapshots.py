@@ -57,7 +57,7 @@ class NodeRanks:
     def __init__(self, root: str | Path, groups: Groups) -> None:
         self.memory: NodeMemory = memory_of(root)
         self.memory.hold()
-        self.memory.note("node", uuid.uuid4().hex, first=True)
+        self.memory.note("node", uuid.uuid4().hex)
         self.nodes: list[str] = groups.all_gather_objects(self.memory.noted("node"))
         self.mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[groups.rank]]
         self.leads = self.mine[0] == groups.rank  # whether this rank is the first one of its node
@@ -128,7 +128,7 @@ class Snapshots:
     def _note_end(self) -> None:
         """Note when this rank has ended in the middle of the training: it has noticed that another one is lost."""
         with suppress(OSError):
-            self._memory.note(NOTICED, time.time(), first=True)
+            self._memory.note(NOTICED, time.time())
 
     def _run(self) -> str:
         """Return the name of this run: that of the snapshot which was loaded, or a new one."""
