@@ -90,12 +90,10 @@ def lock(path: Path, how: int) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:  # the folder
         return None
-    try:
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, how)
         if os.path.samestat(os.fstat(descriptor), path.lstat()):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
     os.close(descriptor)
     return None
 
@@ -171,7 +169,9 @@ class NodeMemory:
 
     def snapshots(self) -> list[Path]:
         """Return the published snapshots, newest first."""
-        found = [path for path in self._entries() if _SNAPSHOT.fullmatch(path.name)]
+        found = list[Path]()
+        with suppress(FileNotFoundError):  # a keeper has removed the folder, or there was none
+            found = [path for path in self.path.iterdir() if _SNAPSHOT.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def new_partial(self, step: int) -> Path:
@@ -201,7 +201,7 @@ class NodeMemory:
         One rank of the node calls this after `hold`, before any rank of the job may write: a launcher starts ranks when
         the former ones have ended. If one of those lives on all the same, its next file finds no folder.
         """
-        for path in self._entries():
+        for path in self.path.iterdir():
             if _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -222,12 +222,6 @@ class NodeMemory:
     def folder_of(self, step: int, ending: str = "") -> Path:
         """Return the folder of a snapshot, with an ending while it is not published."""
         return self.path / f"step-{step:06d}{ending}"
-
-    def _entries(self) -> list[Path]:
-        try:
-            return list(self.path.iterdir())
-        except FileNotFoundError:
-            return []
 
     # --- notes --------------------------------------------------------------------------------------------------------
 
