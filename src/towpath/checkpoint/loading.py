@@ -124,7 +124,7 @@ def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes
     state.snapshot, sent, more = restore(found, state, ranks, control)
     timeline.mark("restored")
     timeline.begin(min((each for each in control.gather(ranks.noticed) if each is not None), default=None))
-    about = f"it was in the memory of {counted(len(set(ranks.numbers)), 'node')}"
+    about = f"it was in the memory of {counted(len(set(ranks.nodes)), 'node')}"
     if sent:
         about += f", and {format_bytes(sent)} were sent to nodes without it"
     return Loaded(found.step, state.snapshot, (*notes, *more, about))

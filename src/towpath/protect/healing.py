@@ -64,7 +64,7 @@ def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
                 continue
             each = found.setdefault((step, digest), Found(step, digest, rank, {name: set() for name in names}))
             for name in present:
-                each.homes[name].add(ranks.numbers[rank])
+                each.homes[name].add(ranks.nodes[rank])
     return sorted(found.values(), key=lambda f: (f.step, all(f.homes.values()), f.digest), reverse=True)
 
 
@@ -100,12 +100,12 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     restoring = control.each(lambda: Restore(state, manifest))
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
     needs = control.gather(lambda: reading.files)
-    moves = plan_moves(found.homes, manifest, folder, needs, ranks.numbers, control)
+    moves = plan_moves(found.homes, manifest, folder, needs, ranks.nodes, control)
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
     is_new = control.gather(lambda: ranks.leads and digest_of(folder) != found.digest)
-    lacking = {ranks.numbers[rank] for rank, new in enumerate(is_new) if new}
-    here = memory.folder_of(found.step, ".partial") if ranks.numbers[me] in lacking else folder
+    lacking = {ranks.nodes[rank] for rank, new in enumerate(is_new) if new}
+    here = memory.folder_of(found.step, ".partial") if ranks.nodes[me] in lacking else folder
     control.each(lambda: here.mkdir(mode=0o700, exist_ok=True))
     control.each(lambda: move(moves, here, manifest.files, control.groups))
     control.each(lambda: _complete(found.step, here, folder, manifest, memory) if ranks.leads else None)

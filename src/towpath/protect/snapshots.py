@@ -52,21 +52,24 @@ class _LostError(CheckpointError):
 
 @final
 class NodeRanks:
-    """The ranks of a job on each node, and this node's memory. Every rank must create one at the same time."""
+    """The ranks of a job on each node, and this node's memory. Every rank must create one at the same time.
+
+    Attributes:
+        memory: The memory of this node.
+        nodes: The node of each rank, as a number.
+        mine: The ranks of this node.
+        leads: Whether this rank is the first one of its node.
+    """
 
     def __init__(self, root: str | Path, groups: Groups) -> None:
         self.memory: NodeMemory = memory_of(root)
         self.memory.hold()
         self.memory.note("node", uuid.uuid4().hex)
-        self.nodes: list[str] = groups.all_gather_objects(self.memory.noted("node"))
-        self.mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[groups.rank]]
-        self.leads = self.mine[0] == groups.rank  # whether this rank is the first one of its node
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number of each rank's node."""
-        order = list(dict.fromkeys(self.nodes))
-        return [order.index(node) for node in self.nodes]
+        names: list[str] = groups.all_gather_objects(self.memory.noted("node"))
+        order = list(dict.fromkeys(names))
+        self.nodes = [order.index(name) for name in names]
+        self.mine = [rank for rank, name in enumerate(names) if name == names[groups.rank]]
+        self.leads = self.mine[0] == groups.rank
 
     def noticed(self) -> float | None:
         """Return when this node noticed that another one is lost, or None, and forget it."""
@@ -205,7 +208,7 @@ class Snapshots:
         items: WriteItems | str
         self._snapshot = None
         try:
-            items = self._state.collect(self._ranks.numbers)
+            items = self._state.collect(self._ranks.nodes)
             pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
             items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
@@ -252,11 +255,11 @@ class Snapshots:
             strategy = items.strategy if isinstance(items, WriteItems) else None
             manifest = storage.manifest_of(step, written, strategy)
             manifest = replace(manifest, values={**manifest.values, "snapshot": {"run": self._name}})
-            return manifest, plan_files(written, [held for _, held in ranks], self._ranks.numbers)
+            return manifest, plan_files(written, [held for _, held in ranks], self._ranks.nodes)
 
         manifest, sent = control.combine(write, plan)
         exchange = BuddyExchange(control.groups, folder, before, partial(self._is_turn, step))
-        self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.numbers))
+        self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.nodes))
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
@@ -266,7 +269,7 @@ class Snapshots:
 
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
         """Make the folder for this node's files, or raise if its memory has no room for them."""
-        nodes = self._ranks.numbers
+        nodes = self._ranks.nodes
         copied = [r for r in range(len(nodes)) if (b := buddy_of(r, nodes)) is not None and b in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
@@ -281,7 +284,7 @@ class Snapshots:
 
     def _check_copies(self, folder: Path, manifest: Manifest, sent: Sequence[Sequence[SentFile]]) -> None:
         for rank, files in enumerate(sent):
-            if buddy_of(rank, self._ranks.numbers) == self._everyone.rank:
+            if buddy_of(rank, self._ranks.nodes) == self._everyone.rank:
                 for file in files:
                     manifest.check_file(folder, file.name)
 
