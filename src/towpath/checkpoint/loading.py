@@ -107,7 +107,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
                 _LOG.error("%s CANNOT BE USED: %s Trying the one before.", name.upper(), error)
             continue
         if ranks is not None and state.snapshot is None:
-            control.each(ranks.forget)  # a snapshot that is newer would be taken for one of the run that begins here
+            # A snapshot that is newer would be taken for one of the run that begins here.
+            control.each(ranks.remove_snapshots)
         return loaded
     if notes:
         advice = f" To begin anew, remove {ranks.memory} on every node." if found and ranks is not None else ""

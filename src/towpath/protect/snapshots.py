@@ -78,10 +78,11 @@ class NodeRanks:
             self.memory.forget(NOTICED)
         return found
 
-    def forget(self) -> None:
-        """Remove the snapshots on this node."""
+    def remove_snapshots(self, but: Path | None = None) -> None:
+        """Remove the snapshots on this node, all `but` one."""
         for path in self.memory.snapshots() if self.leads else ():
-            self.memory.remove(step_of(path))
+            if path != but:
+                self.memory.remove(step_of(path))
 
 
 def run_of(manifest: Manifest) -> str:
@@ -101,7 +102,8 @@ class Snapshots:
         self._memory = self._ranks.memory
         self._staging = StagingMemory()
         self._control = self._new_channel()
-        self._base: int | None = None  # the step of the snapshot that all nodes hold
+        # The step of the snapshot that all nodes hold.
+        self._base = None if state.snapshot is None else step_of(state.snapshot)
         self._sends_all = False  # after a failure, because what a buddy holds may be damaged
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
@@ -118,14 +120,10 @@ class Snapshots:
 
     def _open(self) -> None:
         """Remove the snapshots of another run. Only the one that was loaded is of this run."""
-        loaded = self._state.snapshot
         if self._ranks.leads:
             self._memory.sweep()
-            for path in self._memory.snapshots():
-                if path != loaded:
-                    self._memory.remove(step_of(path))
+            self._ranks.remove_snapshots(but=self._state.snapshot)
             start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
-        self._base = None if loaded is None else step_of(loaded)
         atexit.register(self._note_end)
 
     def _note_end(self) -> None:
@@ -240,8 +238,7 @@ class Snapshots:
         control, memory, base = self._control, self._memory, self._base
         announced = control.gather(lambda: storage.announced(step, items))
         sizes = storage.check_announced(announced, CheckpointError)  # the same on every rank
-        control.each(lambda: self._prepare(step, sizes))
-        folder = memory.new_partial(step)
+        folder = control.each(lambda: self._prepare(step, sizes))
         before = None if base is None or self._sends_all else memory.folder_of(base)
         if before is not None and not before.is_dir():  # a load since has forgotten it
             before = None
@@ -263,18 +260,16 @@ class Snapshots:
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
-        for path in memory.snapshots() if self._ranks.leads else ():  # also one that other nodes could not publish
-            if path != memory.folder_of(step):
-                memory.remove(step_of(path))
+        self._ranks.remove_snapshots(but=memory.folder_of(step))  # also one that other nodes could not publish
 
-    def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
-        """Make the folder for this node's files, or raise if its memory has no room for them."""
+    def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
+        """Return the folder for this node's files, or raise if its memory has no room for them."""
         nodes = self._ranks.nodes
         copied = [r for r in range(len(nodes)) if (b := buddy_of(r, nodes)) is not None and b in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
             self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
-        self._memory.new_partial(step)
+        return self._memory.new_partial(step)
 
     def _is_turn(self, step: int, share: float) -> bool:
         """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
