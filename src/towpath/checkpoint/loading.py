@@ -153,8 +153,7 @@ def _fetch(restoring: Restore, path: Path, manifest: Manifest, seen: Sequence[bo
     """Load a checkpoint in a folder that only some ranks see. They send the others what these read."""
     me, numbers = control.groups.rank, [0 if sees else 1 + rank for rank, sees in enumerate(seen)]
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
-    needs = control.gather(lambda: reading.files)
-    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, needs, numbers, control)
+    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, reading.files, numbers, control)
     with tempfile.TemporaryDirectory(prefix="towpath-") as own:
         folder = path if seen[me] else Path(own)
         control.each(lambda: move(moves, folder, manifest.files, control.groups))

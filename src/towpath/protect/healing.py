@@ -99,8 +99,7 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     assert manifest is not None
     restoring = control.each(lambda: Restore(state, manifest))
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
-    needs = control.gather(lambda: reading.files)
-    moves = plan_moves(found.homes, manifest, folder, needs, ranks.nodes, control)
+    moves = plan_moves(found.homes, manifest, folder, reading.files, ranks.nodes, control)
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
     is_new = control.each(lambda: digest_of(folder) != found.digest)
