@@ -21,7 +21,7 @@ from towpath.logs import logger
 from towpath.progress import format_bytes
 from towpath.protect import timeline
 from towpath.protect.healing import Found, found_in_memory, restore
-from towpath.protect.memory import is_held
+from towpath.protect.memory import holds_snapshots
 from towpath.protect.snapshots import NodeRanks
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same
@@ -85,7 +85,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
     root = Path(where).parent if named else where
     # A job of one node is not protected, and goes on from what it holds of a job of several.
-    held = control.combine(lambda: is_held(root) or (state.protect is not None and not named), any)
+    held = control.combine(lambda: holds_snapshots(root) or (state.protect is not None and not named), any)
     ranks = NodeRanks(root, everyone) if held else None
     found = [] if ranks is None or named else found_in_memory(ranks, control)
     # The newest first. Of a checkpoint and a snapshot of the same step, the snapshot is nearer.

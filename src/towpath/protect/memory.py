@@ -52,12 +52,11 @@ def memory_of(root: str | Path) -> NodeMemory:
     return NodeMemory(base_folder() / digest)
 
 
-def is_held(root: str | Path) -> bool:
+def holds_snapshots(root: str | Path) -> bool:
     """Return whether this node's memory has snapshots of the job whose checkpoints are in `root`."""
-    try:
+    with suppress(ConfigError):
         return bool(memory_of(root).snapshots())
-    except ConfigError:
-        return False
+    return False
 
 
 def base_folder() -> Path:
