@@ -265,7 +265,7 @@ class Snapshots:
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
         """Return the folder for this node's files, or raise if its memory has no room for them."""
         nodes = self._ranks.nodes
-        copied = [r for r in range(len(nodes)) if (b := buddy_of(r, nodes)) is not None and b in self._ranks.mine]
+        copied = [rank for rank in range(len(nodes)) if buddy_of(rank, nodes) in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
             self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
