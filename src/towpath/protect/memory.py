@@ -8,8 +8,10 @@
           step-000120              a published snapshot
           step-000130.partial      being written, or left by ranks that died
           step-000130.replaced     the one before of the same step, for a moment
-          noticed.json             a note
+          node.json, noticed.json  notes
+          keeper.log               what the keeper and its warm process have printed
         <digest>.removed-<pid>     being removed
+        warm-<digest>.sock         where a warm process forks ranks for any job of this user (warm.py)
 
 The kernel releases a flock when its process ends, in whatever way. Who holds `alive` alone may remove the folder: it
 gets another name first, and a rank whose `alive` has gone meanwhile begins anew (`hold`). A job that uses the same root
