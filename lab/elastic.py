@@ -26,7 +26,8 @@ from lab.runs import ProcessSet, environment, rack_of
 from towpath.topology.cluster import Topology
 
 STORE_PORT = 29400
-# torchrun waits for nothing that takes longer. A node without a heartbeat for 3 x 1 s is no member of the job any more.
+# A node without a heartbeat for 3 x 1 s is no member of the job any more. When enough nodes are there, torchrun waits
+# 2 s for others. No torchrun serves the store itself.
 RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": 2, "is_host": 0}
 _ELASTIC = {
     # With a shared store, nodes keep the address of the first one for ever, also after it was lost (PyTorch 2.13).

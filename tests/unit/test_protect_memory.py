@@ -179,13 +179,11 @@ def test_too_little_room_is_said_with_its_remedy(memory: NodeMemory, monkeypatch
         memory.check_room(5_000_000)
 
 
-def test_notes_are_whole_and_the_first_may_stay(memory: NodeMemory) -> None:
+def test_notes_are_whole_and_the_first_stays(memory: NodeMemory) -> None:
     assert memory.noted("noticed") is None
-    memory.note("noticed", {"seconds": 1.5}, first=True)
-    memory.note("noticed", {"seconds": 2.5}, first=True)
+    memory.note("noticed", {"seconds": 1.5})
+    memory.note("noticed", {"seconds": 2.5})
     assert memory.noted("noticed") == {"seconds": 1.5}
-    memory.note("noticed", 3)
-    assert memory.noted("noticed") == 3
     memory.forget("noticed")
     memory.forget("noticed")
     assert sorted(path.name for path in memory.path.iterdir()) == ["alive"]

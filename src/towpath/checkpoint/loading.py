@@ -21,7 +21,7 @@ from towpath.logs import logger
 from towpath.progress import format_bytes
 from towpath.protect import timeline
 from towpath.protect.healing import Found, found_in_memory, restore
-from towpath.protect.memory import is_held
+from towpath.protect.memory import holds_snapshots
 from towpath.protect.snapshots import NodeRanks
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same
@@ -85,7 +85,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
     named, paths = control.combine(lambda: (str(where), candidates()), choose)
     root = Path(where).parent if named else where
     # A job of one node is not protected, and goes on from what it holds of a job of several.
-    held = control.combine(lambda: is_held(root) or (state.protect is not None and not named), any)
+    held = control.combine(lambda: holds_snapshots(root) or (state.protect is not None and not named), any)
     ranks = NodeRanks(root, everyone) if held else None
     found = [] if ranks is None or named else found_in_memory(ranks, control)
     # The newest first. Of a checkpoint and a snapshot of the same step, the snapshot is nearer.
@@ -107,7 +107,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
                 _LOG.error("%s CANNOT BE USED: %s Trying the one before.", name.upper(), error)
             continue
         if ranks is not None and state.snapshot is None:
-            control.each(ranks.forget)  # a snapshot that is newer would be taken for one of the run that begins here
+            # A snapshot that is newer would be taken for one of the run that begins here.
+            control.each(ranks.remove_snapshots)
         return loaded
     if notes:
         advice = f" To begin anew, remove {ranks.memory} on every node." if found and ranks is not None else ""
@@ -124,7 +125,7 @@ def _heal(found: Found, state: State, ranks: NodeRanks, control: AllRanks, notes
     state.snapshot, sent, more = restore(found, state, ranks, control)
     timeline.mark("restored")
     timeline.begin(min((each for each in control.gather(ranks.noticed) if each is not None), default=None))
-    about = f"it was in the memory of {counted(len(set(ranks.numbers)), 'node')}"
+    about = f"it was in the memory of {counted(len(set(ranks.nodes)), 'node')}"
     if sent:
         about += f", and {format_bytes(sent)} were sent to nodes without it"
     return Loaded(found.step, state.snapshot, (*notes, *more, about))
@@ -152,8 +153,7 @@ def _fetch(restoring: Restore, path: Path, manifest: Manifest, seen: Sequence[bo
     """Load a checkpoint in a folder that only some ranks see. They send the others what these read."""
     me, numbers = control.groups.rank, [0 if sees else 1 + rank for rank, sees in enumerate(seen)]
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
-    needs = control.gather(lambda: reading.files)
-    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, needs, numbers, control)
+    moves = plan_moves({name: {0} for name in manifest.files}, manifest, path, reading.files, numbers, control)
     with tempfile.TemporaryDirectory(prefix="towpath-") as own:
         folder = path if seen[me] else Path(own)
         control.each(lambda: move(moves, folder, manifest.files, control.groups))

@@ -39,8 +39,8 @@ def plan_moves(
     homes: Mapping[str, Set[int]],
     manifest: Manifest,
     folder: Path,
-    needs: Sequence[Set[str]],
-    numbers: Sequence[int],
+    reads: Set[str],
+    nodes: Sequence[int],
     control: AllRanks,
 ) -> list[Move]:
     """Return which files are sent to nodes whose ranks read them. Every copy that is used was read and is whole.
@@ -51,16 +51,21 @@ def plan_moves(
         homes: By file, the nodes that have it.
         manifest: The checkpoint.
         folder: Its folder on this node.
-        needs: By rank, the files that it reads.
-        numbers: By rank, the number of its node.
+        reads: The files that this rank reads.
+        nodes: The node of each rank, as a number.
         control: All ranks.
 
     Raises:
         DamagedError: No node has a whole copy of a file. All ranks raise it.
     """
-    homes = {name: set(nodes) for name, nodes in homes.items()}
-    on_node = {node: [r for r, each in enumerate(numbers) if each == node] for node in set(numbers)}
-    needed = sorted({(numbers[rank], name) for rank, names in enumerate(needs) for name in names})
+    homes = {name: set(have) for name, have in homes.items()}
+    on_node = {node: [r for r, each in enumerate(nodes) if each == node] for node in set(nodes)}
+    needed = sorted({(nodes[rank], name) for rank, names in enumerate(control.gather(lambda: reads)) for name in names})
+
+    def rank_of(node: int, number: int) -> int:
+        """Return the rank of a node that does the work with this number. Its ranks take turns."""
+        return on_node[node][number % len(on_node[node])]
+
     whole: set[tuple[int, str]] = set()
     while True:
         load, chosen = Counter[int](), dict[tuple[int, str], int]()
@@ -76,18 +81,14 @@ def plan_moves(
         unchecked = sorted({(home, name) for (_, name), home in chosen.items()} - whole)
         if not unchecked:
             break
-        mine = [
-            (home, name)
-            for i, (home, name) in enumerate(unchecked)
-            if on_node[home][i % len(on_node[home])] == control.groups.rank
-        ]
+        mine = [each for i, each in enumerate(unchecked) if rank_of(each[0], i) == control.groups.rank]
         for damaged in control.gather(partial(_damaged, mine, folder, manifest)):
             for home, name in damaged:
                 homes[name].discard(home)
                 _LOG.error("%s OF NODE %d IS DAMAGED. Trying another copy.", name, home)
         whole |= {(home, name) for home, name in unchecked if home in homes[name]}
     return [
-        Move(name, on_node[home][i % len(on_node[home])], on_node[node][i % len(on_node[node])])
+        Move(name, rank_of(home, i), rank_of(node, i))
         for i, ((node, name), home) in enumerate(chosen.items())
         if home != node
     ]

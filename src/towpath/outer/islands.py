@@ -67,7 +67,7 @@ _SUM_SECONDS = 30.0
 _INSIDE = timedelta(days=1)
 # Elements that are sent at once of the slow weights. Between two of them, an exchange may begin.
 _CHUNK = 1 << 18
-_PERIODS_AHEAD = 2
+_PERIODS_AHEAD = 2  # after the present one, for which an island has data, too
 _TRIES = 9  # of the mean of all islands, after the first one was dropped
 
 
@@ -194,6 +194,7 @@ class IslandSync(OuterSync):
                 part.wait_for_readers()
                 part.values.copy_(part.slow)
             self._write(exchange)
+        # These come last: `values` above may be the memory of `difference`.
         for (_, fragment, _), means in pending.items():
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 part.difference.copy_(mean)
@@ -267,17 +268,17 @@ class IslandSync(OuterSync):
         all_sums = self._inside.all_gather_objects((sums, problem))
         why = next((problem for _, problem in all_sums if problem), "")
         ends_period = key[0] % self.plan.settings.every == 0 and key[1] == len(self._exchanges) - 1
-        wanted = len(self._missing_blocks(key[0])) if ends_period and trains() else 0
+        wanted = len(self._periods_without_data(key[0])) if ends_period and trains() else 0
         digest = _combined([n for n, _ in all_sums])
         return {"vote": True, "key": key, "ok": not why, "digest": digest, "why": why, "blocks": wanted}
 
-    def _missing_blocks(self, step: int) -> list[int]:
-        """Return the periods from a step on for which this island has no data yet, by the steps before them."""
+    def _periods_without_data(self, step: int) -> list[int]:
+        """Return the periods from a step on that have no block of data on this island yet, by the steps before them."""
         every = self.plan.settings.every
         return [each for i in range(1 + _PERIODS_AHEAD) if (each := step + i * every) not in self._blocks]
 
     def _take_blocks(self, step: int, blocks: Sequence[int]) -> None:
-        for period, block in zip(self._missing_blocks(step), blocks, strict=False):
+        for period, block in zip(self._periods_without_data(step), blocks, strict=False):
             self._blocks[period] = block
             self._blocks.pop(period - 4 * self.plan.settings.every, None)  # is over
 
@@ -330,9 +331,8 @@ class IslandSync(OuterSync):
         self._disconnect()
         count, comm = len(go["members"]), self._comm
         group = self._group(go, go["view"], mine, count)
-        strategy = self.plan.strategy
         settings = replace(self.plan.settings, meet="", islands=count)
-        plan = plan_outer(replace(strategy, outer=settings), [unit.plan for unit in self._units], comm.form)
+        plan = plan_outer(replace(self.plan.strategy, outer=settings), [unit.plan for unit in self._units], comm.form)
         assert plan is not None
         rank, cpu = mine * comm.groups.world + comm.rank, torch.device("cpu")
 

@@ -256,18 +256,18 @@ class Listener:
 
     def _compare(self, other: Message) -> None:
         """Note where a run is if this island has none. End the islands of this register if the other half is larger."""
-        register, mine = self.register, self._self()
+        register = self.register
         if not self.run:
             self.invited = other["at"]
-        elif register is None or other["facts"] != self._facts or other["run"] == self.run:
-            return
-        elif (other["size"], other["run"]) > (mine["size"], self.run):
-            text = (
-                f"{other['size']} islands of another run are at {other['at']}, and {mine['size']} here. Those are "
-                "more, or began later, and count. Start this one again, and it joins them."
-            )
-            register.answers += [(number, {"end": text}) for number in register.members]
-            register.members.clear()
+        elif register is not None and other["facts"] == self._facts and other["run"] != self.run:
+            size = len(register.members)
+            if (other["size"], other["run"]) > (size, self.run):
+                text = (
+                    f"{other['size']} islands of another run are at {other['at']}, and {size} here. Those are more, or "
+                    "began later, and count. Start this one again, and it joins them."
+                )
+                register.answers += [(number, {"end": text}) for number in register.members]
+                register.members.clear()
 
 
 def _name(run: str) -> str:

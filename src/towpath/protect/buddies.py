@@ -93,9 +93,8 @@ def plan_files(
     plan: list[list[SentFile]] = []
     for rank, (files, tensors, _) in enumerate(written):
         buddy, mine = buddy_of(rank, nodes), list[SentFile]()
-        for name, file in files.items() if buddy is not None else ():
-            assert buddy is not None
-            if homes[name] > 1:
+        for name, file in files.items():
+            if buddy is None or homes[name] > 1:
                 continue
             sizes = Counter[str]()
             for tensor in tensors.values():
@@ -165,7 +164,6 @@ class BuddyExchange:
         total, done, sent = sum(file.bytes for file in files), 0, 0
         memory, confirmed = (_message_memory(), _message_memory()), torch.empty(1, dtype=torch.uint8)
         for file in files:
-            assert to is not None
             new, tail = _words(self._folder / file.name, file)
             old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
             start, number, before = 0, 0, old

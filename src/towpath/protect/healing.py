@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from towpath.checkpoint import storage
-from towpath.checkpoint.manifest import Manifest, digest_of, read_manifest, write_manifest
+from towpath.checkpoint.manifest import digest_of, read_manifest, write_manifest
 from towpath.checkpoint.moving import move, plan_moves
 from towpath.checkpoint.restoring import Restore
 from towpath.checkpoint.safe_files import DamagedError
@@ -64,7 +64,7 @@ def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
                 continue
             each = found.setdefault((step, digest), Found(step, digest, rank, {name: set() for name in names}))
             for name in present:
-                each.homes[name].add(ranks.numbers[rank])
+                each.homes[name].add(ranks.nodes[rank])
     return sorted(found.values(), key=lambda f: (f.step, all(f.homes.values()), f.digest), reverse=True)
 
 
@@ -99,23 +99,20 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     assert manifest is not None
     restoring = control.each(lambda: Restore(state, manifest))
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
-    needs = control.gather(lambda: reading.files)
-    moves = plan_moves(found.homes, manifest, folder, needs, ranks.numbers, control)
+    moves = plan_moves(found.homes, manifest, folder, reading.files, ranks.nodes, control)
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
-    is_new = control.gather(lambda: ranks.leads and digest_of(folder) != found.digest)
-    lacking = {ranks.numbers[rank] for rank, new in enumerate(is_new) if new}
-    here = memory.folder_of(found.step, ".partial") if ranks.numbers[me] in lacking else folder
-    control.each(lambda: here.mkdir(mode=0o700, exist_ok=True))
+    is_new = control.each(lambda: digest_of(folder) != found.digest)
+    here = control.each(lambda: memory.new_partial(found.step) if is_new else folder)
+
+    def publish() -> None:
+        if is_new and ranks.leads:
+            write_manifest(here, manifest)
+            memory.publish(found.step)
+
     control.each(lambda: move(moves, here, manifest.files, control.groups))
-    control.each(lambda: _complete(found.step, here, folder, manifest, memory) if ranks.leads else None)
+    control.each(publish)
     control.each(lambda: reading.fill(folder))
     control.each(restoring.check)
-    sent = sum(manifest.files[move.name].bytes for move in moves)
+    sent = sum(manifest.files[each.name].bytes for each in moves)
     return folder, sent, control.each(restoring.finish)
-
-
-def _complete(step: int, here: Path, folder: Path, manifest: Manifest, memory: NodeMemory) -> None:
-    if here != folder:
-        write_manifest(here, manifest)
-        memory.publish(step)

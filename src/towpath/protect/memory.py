@@ -8,8 +8,10 @@
           step-000120              a published snapshot
           step-000130.partial      being written, or left by ranks that died
           step-000130.replaced     the one before of the same step, for a moment
-          noticed.json             a note
+          node.json, noticed.json  notes
+          keeper.log               what the keeper and its warm process have printed
         <digest>.removed-<pid>     being removed
+        warm-<digest>.sock         where a warm process forks ranks for any job of this user (warm.py)
 
 The kernel releases a flock when its process ends, in whatever way. Who holds `alive` alone may remove the folder: it
 gets another name first, and a rank whose `alive` has gone meanwhile begins anew (`hold`). A job that uses the same root
@@ -52,12 +54,11 @@ def memory_of(root: str | Path) -> NodeMemory:
     return NodeMemory(base_folder() / digest)
 
 
-def is_held(root: str | Path) -> bool:
+def holds_snapshots(root: str | Path) -> bool:
     """Return whether this node's memory has snapshots of the job whose checkpoints are in `root`."""
-    try:
+    with suppress(ConfigError):
         return bool(memory_of(root).snapshots())
-    except ConfigError:
-        return False
+    return False
 
 
 def base_folder() -> Path:
@@ -90,12 +91,10 @@ def lock(path: Path, how: int) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:  # the folder
         return None
-    try:
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(descriptor, how)
         if os.path.samestat(os.fstat(descriptor), path.lstat()):
             return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
     os.close(descriptor)
     return None
 
@@ -171,7 +170,9 @@ class NodeMemory:
 
     def snapshots(self) -> list[Path]:
         """Return the published snapshots, newest first."""
-        found = [path for path in self._entries() if _SNAPSHOT.fullmatch(path.name)]
+        found = list[Path]()
+        with suppress(FileNotFoundError):  # a keeper has removed the folder, or there was none
+            found = [path for path in self.path.iterdir() if _SNAPSHOT.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def new_partial(self, step: int) -> Path:
@@ -201,7 +202,7 @@ class NodeMemory:
         One rank of the node calls this after `hold`, before any rank of the job may write: a launcher starts ranks when
         the former ones have ended. If one of those lives on all the same, its next file finds no folder.
         """
-        for path in self._entries():
+        for path in self.path.iterdir():
             if _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -223,31 +224,20 @@ class NodeMemory:
         """Return the folder of a snapshot, with an ending while it is not published."""
         return self.path / f"step-{step:06d}{ending}"
 
-    def _entries(self) -> list[Path]:
-        try:
-            return list(self.path.iterdir())
-        except FileNotFoundError:
-            return []
-
     # --- notes --------------------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: Any, *, first: bool = False) -> None:
-        """Write a small value, as JSON. Readers see the whole of it or none.
+    def note(self, name: str, value: Any) -> None:
+        """Write a small value, as JSON, unless there is one of this name. Readers see the whole of it or none.
 
         Args:
             name: What `noted` finds it by.
             value: Any value of JSON.
-            first: Keep the value that is there, if there is one.
         """
-        path = self.path / f"{name}.json"
         new = self.path / f"{name}.json.{os.getpid()}"
         new.write_text(json.dumps(value))
-        if first:
-            with suppress(FileExistsError):
-                os.link(new, path)
-            new.unlink()
-        else:
-            new.replace(path)
+        with suppress(FileExistsError):
+            os.link(new, self.path / f"{name}.json")
+        new.unlink()
 
     def noted(self, name: str) -> Any:
         """Return a value that was noted, or None."""

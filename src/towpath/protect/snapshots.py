@@ -52,21 +52,24 @@ class _LostError(CheckpointError):
 
 @final
 class NodeRanks:
-    """The ranks of a job on each node, and this node's memory. Every rank must create one at the same time."""
+    """The ranks of a job on each node, and this node's memory. Every rank must create one at the same time.
+
+    Attributes:
+        memory: The memory of this node.
+        nodes: The node of each rank, as a number.
+        mine: The ranks of this node.
+        leads: Whether this rank is the first one of its node.
+    """
 
     def __init__(self, root: str | Path, groups: Groups) -> None:
         self.memory: NodeMemory = memory_of(root)
         self.memory.hold()
-        self.memory.note("node", uuid.uuid4().hex, first=True)
-        self.nodes: list[str] = groups.all_gather_objects(self.memory.noted("node"))
-        self.mine = [rank for rank, node in enumerate(self.nodes) if node == self.nodes[groups.rank]]
-        self.leads = self.mine[0] == groups.rank  # whether this rank is the first one of its node
-
-    @property
-    def numbers(self) -> list[int]:
-        """The number of each rank's node."""
-        order = list(dict.fromkeys(self.nodes))
-        return [order.index(node) for node in self.nodes]
+        self.memory.note("node", uuid.uuid4().hex)
+        names: list[str] = groups.all_gather_objects(self.memory.noted("node"))
+        order = list(dict.fromkeys(names))
+        self.nodes = [order.index(name) for name in names]
+        self.mine = [rank for rank, name in enumerate(names) if name == names[groups.rank]]
+        self.leads = self.mine[0] == groups.rank
 
     def noticed(self) -> float | None:
         """Return when this node noticed that another one is lost, or None, and forget it."""
@@ -75,10 +78,11 @@ class NodeRanks:
             self.memory.forget(NOTICED)
         return found
 
-    def forget(self) -> None:
-        """Remove the snapshots on this node."""
+    def remove_snapshots(self, but: Path | None = None) -> None:
+        """Remove the snapshots on this node, all `but` one."""
         for path in self.memory.snapshots() if self.leads else ():
-            self.memory.remove(step_of(path))
+            if path != but:
+                self.memory.remove(step_of(path))
 
 
 def run_of(manifest: Manifest) -> str:
@@ -98,7 +102,8 @@ class Snapshots:
         self._memory = self._ranks.memory
         self._staging = StagingMemory()
         self._control = self._new_channel()
-        self._base: int | None = None  # the step of the snapshot that all nodes hold
+        # The step of the snapshot that all nodes hold.
+        self._base = None if state.snapshot is None else step_of(state.snapshot)
         self._sends_all = False  # after a failure, because what a buddy holds may be damaged
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
@@ -115,20 +120,16 @@ class Snapshots:
 
     def _open(self) -> None:
         """Remove the snapshots of another run. Only the one that was loaded is of this run."""
-        loaded = self._state.snapshot
         if self._ranks.leads:
             self._memory.sweep()
-            for path in self._memory.snapshots():
-                if path != loaded:
-                    self._memory.remove(step_of(path))
+            self._ranks.remove_snapshots(but=self._state.snapshot)
             start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
-        self._base = None if loaded is None else step_of(loaded)
         atexit.register(self._note_end)
 
     def _note_end(self) -> None:
         """Note when this rank has ended in the middle of the training: it has noticed that another one is lost."""
         with suppress(OSError):
-            self._memory.note(NOTICED, time.time(), first=True)
+            self._memory.note(NOTICED, time.time())
 
     def _run(self) -> str:
         """Return the name of this run: that of the snapshot which was loaded, or a new one."""
@@ -205,7 +206,7 @@ class Snapshots:
         items: WriteItems | str
         self._snapshot = None
         try:
-            items = self._state.collect(self._ranks.numbers)
+            items = self._state.collect(self._ranks.nodes)
             pieces, self._snapshot = self._staging.snapshot(items.pieces, self._engines)
             items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
@@ -237,8 +238,7 @@ class Snapshots:
         control, memory, base = self._control, self._memory, self._base
         announced = control.gather(lambda: storage.announced(step, items))
         sizes = storage.check_announced(announced, CheckpointError)  # the same on every rank
-        control.each(lambda: self._prepare(step, sizes))
-        folder = memory.new_partial(step)
+        folder = control.each(lambda: self._prepare(step, sizes))
         before = None if base is None or self._sends_all else memory.folder_of(base)
         if before is not None and not before.is_dir():  # a load since has forgotten it
             before = None
@@ -252,26 +252,24 @@ class Snapshots:
             strategy = items.strategy if isinstance(items, WriteItems) else None
             manifest = storage.manifest_of(step, written, strategy)
             manifest = replace(manifest, values={**manifest.values, "snapshot": {"run": self._name}})
-            return manifest, plan_files(written, [held for _, held in ranks], self._ranks.numbers)
+            return manifest, plan_files(written, [held for _, held in ranks], self._ranks.nodes)
 
         manifest, sent = control.combine(write, plan)
         exchange = BuddyExchange(control.groups, folder, before, partial(self._is_turn, step))
-        self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.numbers))
+        self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.nodes))
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
-        for path in memory.snapshots() if self._ranks.leads else ():  # also one that other nodes could not publish
-            if path != memory.folder_of(step):
-                memory.remove(step_of(path))
+        self._ranks.remove_snapshots(but=memory.folder_of(step))  # also one that other nodes could not publish
 
-    def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> None:
-        """Make the folder for this node's files, or raise if its memory has no room for them."""
-        nodes = self._ranks.numbers
-        copied = [r for r in range(len(nodes)) if (b := buddy_of(r, nodes)) is not None and b in self._ranks.mine]
+    def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
+        """Return the folder for this node's files, or raise if its memory has no room for them."""
+        nodes = self._ranks.nodes
+        copied = [rank for rank in range(len(nodes)) if buddy_of(rank, nodes) in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
             self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
-        self._memory.new_partial(step)
+        return self._memory.new_partial(step)
 
     def _is_turn(self, step: int, share: float) -> bool:
         """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
@@ -281,7 +279,7 @@ class Snapshots:
 
     def _check_copies(self, folder: Path, manifest: Manifest, sent: Sequence[Sequence[SentFile]]) -> None:
         for rank, files in enumerate(sent):
-            if buddy_of(rank, self._ranks.numbers) == self._everyone.rank:
+            if buddy_of(rank, self._ranks.nodes) == self._everyone.rank:
                 for file in files:
                     manifest.check_file(folder, file.name)
 

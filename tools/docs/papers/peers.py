@@ -183,8 +183,8 @@ STAGE3_EARLY = Program(
 )
 NO_TWO_HOPS = Program("MiCS, sections 3.4 and 5.2.3", waits=True, all_reduces=True)
 LINS_PEERS = Program(
-    "Lins, Fig. 8: on one node, MiCS reaches 50 % of the peak and ZeRO-1 63 %; the difference is the time of its "
-    "gathers and reductions. (The text says that all baselines overlap.)",
+    "Lins prints 50 % of the peak for MiCS on eight GPUs (section III-C) and 63 % for ZeRO-1 (III-A), but says that "
+    "all baselines overlap (VI-A)",
     in_series=_GATHERS | _REDUCTIONS | _SYNC,
 )
 LINS_ITSELF = Program("Lins, section VI-A: its broadcasts were not overlapped", in_series=_SYNC)
