@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from lab.lab import make_folder, sweep_folders
+from lab.folders import make_folder, sweep_folders
 from tests.ranks.strategies import seldom
 from towpath.topology.cluster import Topology
 
