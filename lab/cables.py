@@ -133,7 +133,7 @@ class Cable:
             else f"{self.down or 'unlimited'} down, {self.up or 'unlimited'} up"
         )
         latency = f", {self.latency_seconds * 1e3:g} ms" if self.latency_seconds else ""
-        return rates + latency + (f", {self.loss:.3g} lost" if self.loss else "")
+        return rates + latency + (f", {self.loss * 100:g}% lost" if self.loss else "")
 
 
 # The cable of a flat: an ordinary internet access, with packets of the size that the internet carries.

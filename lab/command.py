@@ -42,7 +42,7 @@ def run(
     ranks: Annotated[int, typer.Option(metavar="N", min=1, help="The number of ranks on each node.")],
     inter: Annotated[
         str,
-        typer.Option(metavar="RATE", help="The rate of each node's cable, each way: 200mbit, 1gbit. Or flat (guide)."),
+        typer.Option(metavar="RATE", help="The rate of each node's cable, each way (200mbit, 1gbit), or flat."),
     ],
     up: Annotated[
         str | None,
@@ -74,6 +74,8 @@ def run(
     """Run a script under torchrun on an emulated cluster, and print how many bytes each link carried.
 
     Example: `python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
+
+    With `--inter flat`, each node has the internet access of a flat: 100mbit down, 40mbit up, and 20 ms between nodes.
 
     It runs on Linux and needs network namespaces (root, or unprivileged user namespaces) and iproute2.
 
