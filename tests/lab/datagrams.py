@@ -15,12 +15,14 @@ import select
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from lab import link_counters
 from lab.links import address
 
 PORT = 6000
+IP_MTU = 14  # Python has no name for it
 END = b"end"
 # All of these are never lost.
 MANY = 40
@@ -97,9 +99,10 @@ def main() -> None:
         while (question := own.recv(9)) != END:
             own.send(question)
     if answer is not None:
-        for _ in range(MANY):
-            own.send(END)
-        mtu = own.getsockopt(socket.IPPROTO_IP, socket.IP_MTU)
+        with suppress(ConnectionRefusedError):  # the other has ended
+            for _ in range(MANY):
+                own.send(END)
+        mtu = own.getsockopt(socket.IPPROTO_IP, IP_MTU)
         recovery = int(Path("/proc/sys/net/ipv4/tcp_recovery").read_text())
         print(json.dumps({"answer": answer, "mtu": mtu, "recovery": recovery}))
 
