@@ -12,9 +12,8 @@ _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _SHARES = {"%": 1e-2}
 _SLOWEST = 10**6
-# Frames a second, each way, that the process of a delayed cable carries (delay.py).
-_FASTEST_FRAMES = 20_000
-_JUMBO_BYTES = 9000
+# In a lab whose cables only have a rate, and in one that is a part of the internet (links.py).
+_JUMBO_BYTES, _INTERNET_BYTES = 9000, 1500
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,6 +51,10 @@ class Rate:
         return f"{self.bits_per_second / _RATES[unit]:g}{unit}"
 
 
+# With packets of 1500 bytes, 42,000 a second. One core carries 70,000 in one direction (delay.py).
+_FASTEST = Rate(500 * 10**6)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cable:
     """The cable that joins a node to the others.
@@ -64,7 +67,8 @@ class Cable:
         up: The rate at which the node sends. None does not limit it.
         latency_seconds: The round trip between two nodes with such cables.
         loss: The share of the node's packets that are lost, from 0 to below 1.
-        mtu_bytes: The largest packet that the node sends.
+        mtu_bytes: The largest packet that the node sends. By default 9000 bytes, or 1500 in a lab in which any cable
+            has a latency or a loss.
         seed: The seed of the dice that choose the lost packets. The number of the node is added to it.
     """
 
@@ -72,7 +76,7 @@ class Cable:
     up: Rate | None = None
     latency_seconds: float = 0.0
     loss: float = 0.0
-    mtu_bytes: int = _JUMBO_BYTES
+    mtu_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -81,12 +85,10 @@ class Cable:
                 f"expected a latency of at least 0 s and a loss from 0 to below 1, got {self.latency_seconds} s and "
                 f"{self.loss}."
             )
-        fastest = Rate(_FASTEST_FRAMES * self.mtu_bytes * 8)
-        if self.delayed and not all(rate and rate <= fastest for rate in (self.down, self.up)):
+        if self.delayed and not all(rate and rate <= _FASTEST for rate in (self.down, self.up)):
             raise LabError(
-                f"a cable with latency or loss carries at most {fastest} each way with packets of {self.mtu_bytes} "
-                f"bytes, because a process copies every packet; got {self.down or 'no limit'} down and "
-                f"{self.up or 'no limit'} up. Choose slower rates."
+                f"a cable with latency or loss carries at most {_FASTEST} each way, because a process copies every "
+                f"packet; got {self.down or 'no limit'} down and {self.up or 'no limit'} up. Choose slower rates."
             )
 
     @staticmethod
@@ -136,8 +138,8 @@ class Cable:
         return rates + latency + (f", {self.loss * 100:g}% lost" if self.loss else "")
 
 
-# The cable of a flat: an ordinary internet access, with packets of the size that the internet carries.
-FLAT = Cable(down=Rate(100_000_000), up=Rate(40_000_000), latency_seconds=20e-3, mtu_bytes=1500)
+# The cable of a flat: an ordinary internet access.
+FLAT = Cable(down=Rate(100 * 10**6), up=Rate(40 * 10**6), latency_seconds=20e-3)
 READY = {"flat": FLAT}
 
 # How a lab's caller describes the cables of all nodes, or of each node.
@@ -162,6 +164,10 @@ class Wiring:
     def loses_nothing(self) -> bool:
         """Whether every packet arrives, soon after it was sent."""
         return not any(cable.delayed for cable in self.cables)
+
+    def mtu_bytes(self, node: int) -> int:
+        """Return the largest packet that a node sends."""
+        return self.cables[node].mtu_bytes or (_JUMBO_BYTES if self.loses_nothing else _INTERNET_BYTES)
 
 
 def cables_of(given: Cables, nodes: int) -> tuple[Cable, ...]:

@@ -7,9 +7,9 @@ The kernel's own `netem` is missing in many kernels of virtual machines and cont
 are tap devices. This process reads a frame at one end and writes it to the other. The kernel shapes the rates before
 the process sees a frame (links.py), so the process has no more to do than the rates allow.
 
-It spends its time on three system calls for each frame: select, read and write. Frames are not merged (GSO is off), so
-a lost frame is one packet, and the size of frames decides the rate that one core carries. When the process ends, the
-kernel removes both devices.
+It spends its time on system calls: a read and a write for each frame, and a select for up to 16. They take 10 µs for
+1500 bytes, two thirds of it in the kernel. Frames are not merged (GSO is off), so a lost frame is one packet. When the
+process ends, the kernel removes both devices.
 """
 
 from __future__ import annotations

@@ -22,11 +22,13 @@ would behind a switch. These settings keep the rates and the byte counters truth
   has to open the window. (cubic took 0.2 s for that at 50 mbit with both directions busy.) So results do not depend on
   the host's setting.
 
-If a cable has a latency or a loss, the lab is a part of the internet instead, and packets are dropped (delay.py). Each
-queue then has the length of a router's: what its link carries in 100 ms, or in the round trip if that is longer. After
-a loss, TCP halves what it keeps in flight. A queue shorter than the round trip would run empty then, and the rate
-would not be reached. A much longer one would add seconds to the latency. At slow rates a queue takes 16 frames,
-because a connection starts with 10. Windows, and how TCP finds losses, are those of the kernel.
+If a cable has a latency or a loss, the lab is a part of the internet instead, and packets are dropped (delay.py):
+
+- Packets have 1500 bytes. With larger ones, TCP would cope better with the same loss.
+- Each queue has the length of a router's: what its link carries in 100 ms, or in the round trip if that is longer, and
+  at least 16 packets. After a loss, TCP halves what it keeps in flight. A queue shorter than the round trip would run
+  empty then, and the rate would not be reached. A much longer one would add seconds to the latency.
+- Windows, and how TCP finds losses, are those of the kernel.
 """
 
 from __future__ import annotations
@@ -125,15 +127,16 @@ def lay_cables(
         with inside(spaces, bridge):
             _set(_QUIET | _TCP | (_NOTHING_IS_LOST if wiring.loses_nothing else {}))
             peer = f"type veth peer name {_port(node)} netns /proc/self/fd/{bridge.network}"
+            sizes = f"mtu {wiring.mtu_bytes(node)} gso_max_size {_SEGMENT_BYTES} txqueuelen {_QUEUE_FRAMES}"
             end = open_tap(CABLE) if cable.delayed else None
             _batch(
                 "ip",
                 [
                     "link set lo up",
                     *([f"link add {CABLE} {peer}"] if end is None else []),
+                    f"link set {CABLE} {sizes} addrgenmode none",
                     # A rebuilt node has the hardware address of the old one, which the others remember.
-                    f"link set {CABLE} address 02:77:00:00:{node >> 8:02x}:{node & 255:02x} mtu {cable.mtu_bytes} "
-                    f"gso_max_size {_SEGMENT_BYTES} txqueuelen {_QUEUE_FRAMES} addrgenmode none up",
+                    f"link set {CABLE} address 02:77:00:00:{node >> 8:02x}:{node & 255:02x} up",
                     f"address add {address(node)}/{_SUBNET.prefixlen} dev {CABLE}",
                 ],
                 bridge.network,
@@ -205,7 +208,7 @@ def _queue_bytes(rate: Rate | None, wiring: Wiring) -> int:
     if rate is None or wiring.loses_nothing:
         return _QUEUE_BYTES
     longest_seconds = max(_ROUTER_SECONDS, *(cable.latency_seconds for cable in wiring.cables))
-    largest_bytes = max(cable.mtu_bytes for cable in wiring.cables)
+    largest_bytes = max(map(wiring.mtu_bytes, range(len(wiring.cables))))
     return max(_ROUTER_FRAMES * largest_bytes, round(longest_seconds * rate.bytes_per_second))
 
 

@@ -88,7 +88,7 @@ def main() -> None:
         answer = measured(own, began, float(numbers[1]))
     elif kind == "rate":
         while not select.select([own], [], [], 0)[0]:
-            own.send(bytes(8900))
+            own.send(bytes(1400))
     elif rank == 0:
         answer = (
             round_trips(own, int(numbers[0]), float(numbers[1]))

@@ -27,7 +27,7 @@ RATES = ("50mbit", "200mbit", "1000mbit")
 DELAYED = {
     "flat": FLAT,
     "500mbit, 20 ms": Cable.parse("500mbit", latency="20ms"),
-    "200mbit, 20 ms, 1500 bytes": replace(Cable.parse("200mbit", latency="20ms"), mtu_bytes=1500),
+    "500mbit, 20 ms, packets of 9000 bytes": replace(Cable.parse("500mbit", latency="20ms"), mtu_bytes=9000),
 }
 PINGS = 100
 SECONDS = 2.0
