@@ -15,13 +15,14 @@ import select
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from lab import link_counters
 from lab.links import address
 
 PORT = 6000
+RANK = int(os.environ["RANK"])
+PEER = (address(1 - RANK), PORT)
 IP_MTU = 14  # Python has no name for it
 END = b"end"
 # All of these are never lost.
@@ -35,7 +36,7 @@ def round_trips(own: socket.socket, count: int, enough_seconds: float) -> list[f
     found: list[float] = []
     while len(found) < count and (not found or found[-1] > enough_seconds):
         began = time.monotonic()
-        own.send(b"?")
+        own.sendto(b"?", PEER)
         own.recv(9)
         found.append(time.monotonic() - began)
     return found
@@ -45,7 +46,7 @@ def lost(own: socket.socket, count: int) -> list[int]:
     """Send numbered datagrams, a few at a time, so that no buffer overflows. The others may still be on their way."""
     back: set[int] = set()
     for number in range(count + MANY):
-        own.send(number.to_bytes(4, "big"))
+        own.sendto(number.to_bytes(4, "big"), PEER)
         while max(back, default=-1) < number - MANY:
             back.add(int.from_bytes(own.recv(9), "big"))
     return sorted(set(range(count)) - back)
@@ -74,22 +75,20 @@ def measured(own: socket.socket, began: float, bytes_per_second: float) -> list[
 
 def main() -> None:
     ready, kind, *numbers = sys.argv[1:]
-    rank = int(os.environ["RANK"])
     receiver = int(numbers[0]) if kind == "rate" else 1
     own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    own.bind((address(rank), PORT))
-    own.connect((address(1 - rank), PORT))
+    own.bind((address(RANK), PORT))
     began = time.monotonic()
     # The receiver is bound before the other rank sends.
-    with Path(ready).open("w" if rank == receiver else "r"):
+    with Path(ready).open("w" if receiver == RANK else "r"):
         pass
     answer: object = None
-    if kind == "rate" and rank == receiver:
+    if kind == "rate" and receiver == RANK:
         answer = measured(own, began, float(numbers[1]))
     elif kind == "rate":
         while not select.select([own], [], [], 0)[0]:
-            own.send(bytes(1400))
-    elif rank == 0:
+            own.sendto(bytes(1400), PEER)
+    elif RANK == 0:
         answer = (
             round_trips(own, int(numbers[0]), float(numbers[1]))
             if kind == "round-trips"
@@ -97,11 +96,11 @@ def main() -> None:
         )
     else:
         while (question := own.recv(9)) != END:
-            own.send(question)
+            own.sendto(question, PEER)
     if answer is not None:
-        with suppress(ConnectionRefusedError):  # the other has ended
-            for _ in range(MANY):
-                own.send(END)
+        for _ in range(MANY):
+            own.sendto(END, PEER)
+        own.connect(PEER)  # it has an MTU only now, and would raise if the other has ended
         mtu = own.getsockopt(socket.IPPROTO_IP, IP_MTU)
         recovery = int(Path("/proc/sys/net/ipv4/tcp_recovery").read_text())
         print(json.dumps({"answer": answer, "mtu": mtu, "recovery": recovery}))
