@@ -102,17 +102,20 @@ def ping(rank: int, world: int) -> list[float]:
 def measure_delay(name: str, cable: Cable) -> dict[str, Any]:
     assert cable.up is not None
     payload_bytes = round(cable.up.bytes_per_second * SECONDS)
+    goodput: list[float] = []
     with Lab(Topology(2, 1), inter=cable) as lab:
         idle, _ = lab.call(ping)
-        first, second = lab.call(stream, payload_bytes, True)
-    seconds = max(first[1], second[1]) - min(first[0], second[0])
+        for both in (False, True):
+            first, second = lab.call(stream, payload_bytes, both)
+            seconds = max(first[1], second[1]) - min(first[0], second[0])
+            goodput.append(payload_bytes / seconds / cable.up.bytes_per_second)
     return {
         "cable": name,
+        "date": time.strftime("%Y-%m-%d"),
         "latency_seconds": cable.latency_seconds,
         "round_trip_seconds": {"least": min(idle), "median": statistics.median(idle), "most": max(idle)},
         "payload_bytes": payload_bytes,
-        "seconds": seconds,
-        "goodput_of_rate": payload_bytes / seconds / cable.up.bytes_per_second,
+        "goodput_of_rate": {"one": goodput[0], "both": goodput[1]},
     }
 
 
@@ -175,10 +178,11 @@ def main() -> None:
                 flush=True,
             )
     delays = [measure_delay(name, cable) for name, cable in DELAYED.items()]
-    print("\n| cable | least round trip | median | goodput / rate, both at once |\n|---|---|---|---|")
+    print("\n| cable | least round trip | median | goodput / rate, one way | both at once |\n|---|---|---|---|---|")
     for one in delays:
         least, median = (f"{one['round_trip_seconds'][kind] * 1e3:.2f} ms" for kind in ("least", "median"))
-        print(f"| {one['cable']} | {least} | {median} | {one['goodput_of_rate']:.3f} |", flush=True)
+        alone, both = one["goodput_of_rate"].values()
+        print(f"| {one['cable']} | {least} | {median} | {alone:.3f} | {both:.3f} |", flush=True)
     starts = measure_starts()
     print("\n| start | seconds |\n|---|---|")
     for name, seconds in starts.items():
