@@ -101,7 +101,7 @@ def run(
     shaped = f"cables {cable}" + (f", loopbacks {loopback}" if loopback else "")
     shaped += f", between racks {between_racks}" if between_racks else ""
     out = Console(highlight=False)
-    out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate, on average)", style="bold")
+    out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate)", style="bold")
     out.print(_table(result, cable, loopback))
     if result.racks:
         out.print(_rack_table(result, between_racks))
