@@ -7,21 +7,27 @@
     protocol.py    the requests between owner and keeper
     keeper.py      the process that holds the namespaces              (in the keeper's process)
     processes.py   the processes on the nodes
-    links.py       cables, rates, byte counters    namespaces.py  system calls
+    cables.py      the properties of links: rates, latency, loss
+    links.py       how the kernel gets them, and its byte counters
+    delay.py       a cable with latency or loss    (in a process of its own)
+    namespaces.py  system calls    folders.py  the lab's folder on the host
     command.py     `python -m lab run`
     demo.py        `python -m lab demo`, and its report in report.py
 
 It belongs to the repository, not to the package: `towpath` never imports it. Only ranks and the demo import torch.
 """
 
+from lab.cables import FLAT, Cable, Rate
 from lab.elastic import ElasticRun
 from lab.errors import LabError
 from lab.lab import PRELOAD, Lab, available
-from lab.links import LinkBytes, RackBytes, Rate, link_counters, window_bytes
+from lab.links import LinkBytes, RackBytes, link_counters, window_bytes
 from lab.runs import LabResult, LabRun
 
 __all__ = [
+    "FLAT",
     "PRELOAD",
+    "Cable",
     "ElasticRun",
     "Lab",
     "LabError",

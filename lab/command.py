@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lab import Lab, LabResult, Rate, available
+from lab import Cable, Lab, LabResult, Rate, available
 from lab.errors import LabError
 from lab.runs import check_script, describe_exit
 from towpath.cli.terminal import CommandGroup, check_picture_file, load_torch, table_of
@@ -41,8 +41,19 @@ def run(
     nodes: Annotated[int, typer.Option(metavar="N", min=1, help="The number of nodes.")],
     ranks: Annotated[int, typer.Option(metavar="N", min=1, help="The number of ranks on each node.")],
     inter: Annotated[
-        str, typer.Option(metavar="RATE", help="The rate of each node's cable, each way: 200mbit, 1gbit.")
+        str,
+        typer.Option(metavar="RATE", help="The rate of each node's cable, each way (200mbit, 1gbit), or flat."),
     ],
+    up: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="The rate at which nodes send, if it differs.", show_default="as --inter"),
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(metavar="TIME", help="The round trip between two nodes: 20ms.", show_default="none")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="The share of lost packets: 1%.", show_default="none")
+    ] = None,
     intra: Annotated[
         str | None, typer.Option(metavar="RATE", help="The rate of each node's loopback.", show_default="unlimited")
     ] = None,
@@ -64,11 +75,14 @@ def run(
 
     Example: `python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
 
+    With `--inter flat`, each node has the internet access of a flat: 100mbit down, 40mbit up, and 20 ms between nodes.
+
     It runs on Linux and needs network namespaces (root, or unprivileged user namespaces) and iproute2.
 
     Exit code: 0, or 1 if the script failed, or 2 if it could not be run.
     """
-    cable, loopback = Rate.parse(inter), Rate.parse(intra) if intra is not None else None
+    cable = Cable.parse(inter, up, latency, loss)
+    loopback = Rate.parse(intra) if intra is not None else None
     between_racks = Rate.parse(spine) if spine is not None else None
     if nodes % racks:
         raise LabError(f"--racks {racks} does not divide {nodes} nodes. Choose a divisor, so that racks are equal.")
@@ -87,7 +101,7 @@ def run(
     shaped = f"cables {cable}" + (f", loopbacks {loopback}" if loopback else "")
     shaped += f", between racks {between_racks}" if between_racks else ""
     out = Console(highlight=False)
-    out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate, on average)", style="bold")
+    out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate)", style="bold")
     out.print(_table(result, cable, loopback))
     if result.racks:
         out.print(_rack_table(result, between_racks))
@@ -149,15 +163,15 @@ def demo(
     console.print(f"Plots: {output}")
 
 
-def _table(result: LabResult, inter: Rate, intra: Rate | None) -> Table:
+def _table(result: LabResult, cable: Cable, intra: Rate | None) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
     for heading in ("node", "cable sent", "cable received", "loopback"):
         table.add_column(heading, justify="right")
     for node, link in enumerate(result.links):
         table.add_row(
             str(node),
-            _carried(link.sent_bytes, result.seconds, inter),
-            _carried(link.received_bytes, result.seconds, inter),
+            _carried(link.sent_bytes, result.seconds, cable.up),
+            _carried(link.received_bytes, result.seconds, cable.down),
             _carried(link.loopback_bytes, result.seconds, intra),
         )
     return table
@@ -179,15 +193,15 @@ def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
 
 
 def _record(result: LabResult, lab: Lab) -> dict[str, Any]:
-    rates = {
-        f"{link}_bits_per_second": rate.bits_per_second if rate else None
-        for link, rate in (("inter", lab.rates.inter), ("intra", lab.rates.intra), ("spine", lab.rates.spine))
-    }
+    cable, *_ = lab.wiring.cables
+    rates = {"inter": cable.down, "up": cable.up, "intra": lab.wiring.intra, "spine": lab.wiring.spine}
     return {
         "nodes": lab.topology.nodes,
         "ranks_per_node": lab.topology.ranks_per_node,
         "racks": lab.topology.racks,
-        **rates,
+        **{f"{link}_bits_per_second": rate.bits_per_second if rate else None for link, rate in rates.items()},
+        "latency_seconds": cable.latency_seconds,
+        "loss": cable.loss,
         "seconds": result.seconds,
         "returncode": result.returncode,
         "links": [{"node": node, **asdict(link)} for node, link in enumerate(result.links)],

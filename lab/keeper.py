@@ -1,7 +1,8 @@
 """The process that holds a lab together. It creates the nodes, starts processes on them, and takes them with it.
 
     owner ── guard ── keeper, the first process of a pid namespace ──┬── a run (processes.py)
-                                                                     └── rank server ── a call
+                                                                     ├── rank server ── a call
+                                                                     └── a delayed cable (delay.py)
 
 The owner (pytest, the command, a benchmark) never changes namespaces itself. It starts a guard, which enters those of
 the lab and forks the keeper. The keeper answers requests until the owner closes the socket or ends, in whatever way.
@@ -97,8 +98,9 @@ class Keeper:
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
         self._disk.mkdir()
-        self._bridge, self._names, self._racks, self._rates = bridge, request.names, request.racks, request.rates
+        self._bridge, self._names, self._racks, self._wiring = bridge, request.names, request.racks, request.wiring
         self._nodes: dict[int, Namespaces] = {}
+        self._lines: dict[int, int] = {}  # by node: the process of its cable, if it is delayed
         self._carried = [LinkBytes(0, 0, 0) for _ in request.names]  # by the nodes that were destroyed
         self._processes = ProcessTable(self._nodes)
         links.raise_bridges(request.racks)
@@ -122,8 +124,8 @@ class Keeper:
             case RebuildNode():
                 return self._raise_nodes([request.node])
             case ShapeLinks():
-                self._rates = request.rates
-                return links.shape_links(self._nodes, self._bridge, self._racks, request.rates)
+                self._wiring = request.wiring
+                return links.shape_links(self._nodes, self._bridge, self._racks, request.wiring)
             case StartServer():
                 return self._start_server(request, receive_descriptor(control), control)
             case CreateNodes():
@@ -132,7 +134,7 @@ class Keeper:
     def _raise_nodes(self, nodes: Iterable[int]) -> None:
         new = {node: new_node(self._names[node], self._disk, self._bridge) for node in nodes}
         self._nodes |= new
-        links.lay_cables(new, self._bridge, self._racks, self._rates)
+        self._lines |= links.lay_cables(new, self._bridge, self._racks, self._wiring)
 
     def _destroy(self, request: DestroyNode) -> None:
         node, spaces = request.node, self._nodes[request.node]
@@ -142,7 +144,7 @@ class Keeper:
         if not request.silent:
             links.wait_for_farewells(spaces)
         self._carried[node] = self._count(node)
-        links.remove_cable(node)
+        links.remove_cable(node, self._lines.pop(node, None))
         empty(spaces, self._disk)
         del self._nodes[node]
         spaces.close()

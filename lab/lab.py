@@ -6,22 +6,20 @@ import functools
 import itertools
 import os
 import pickle
-import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lab.cables import Cables, Rate, Wiring, cables_of
 from lab.elastic import ElasticRun
 from lab.errors import LabError
-from lab.links import LinkBytes, RackBytes, Rate, Rates
+from lab.folders import make_folder, note_guard, sweep_folders
+from lab.links import LinkBytes, RackBytes
 from lab.protocol import (
     DISK,
     Client,
@@ -65,7 +63,9 @@ class Lab:
 
     Args:
         topology: The nodes and the ranks on each.
-        inter: The rate of each node's cable, each way: text such as '200mbit', or a `Rate`. None does not limit it.
+        inter: The cables of the nodes. A rate, such as '200mbit' or a `Rate`, limits each cable, each way. None does
+            not limit them. A `Cable` also has a latency, a loss, or another rate up than down. A sequence has one
+            `Cable` for each node, the head last.
         intra: The rate of each node's loopback. None does not limit it.
         spine: The rate of each rack's cable to the other racks. None does not limit it.
         racks: The rack of each node. By default, the racks of the topology. Another order is that of a scheduler which
@@ -83,7 +83,7 @@ class Lab:
         self,
         topology: Topology,
         *,
-        inter: str | Rate | None = None,
+        inter: Cables = None,
         intra: str | Rate | None = None,
         spine: str | Rate | None = None,
         racks: Sequence[int] | None = None,
@@ -96,7 +96,7 @@ class Lab:
             raise LabError(f"racks: expected the rack of each of {topology.nodes} nodes, got {list(self.racks)}.")
         names = [f"node{node}" for node in range(topology.nodes)]
         hosts = [*zip(names, self.racks, strict=True), *([("head", self.racks[0])] if head else [])]
-        self.rates = Rates(_rate(inter), _rate(intra), _rate(spine))
+        self.wiring = Wiring(cables_of(inter, len(hosts)), _rate(intra), _rate(spine))
         self._preload = tuple(preload)
         self._ports = itertools.count(PORT)
         self._run: LabRun | ElasticRun | None = None
@@ -117,10 +117,9 @@ class Lab:
         finally:
             os.close(descriptor)
         try:
-            pid = self._guard.pid
-            (self._folder / _GUARD).write_text(f"{pid} {_start_time(pid)}")
+            note_guard(self._folder, self._guard.pid)
             everyone, racks_of_all = zip(*hosts, strict=True)
-            self._client.ask(CreateNodes(os.getpid(), everyone, racks_of_all, self.rates, str(self._folder)))
+            self._client.ask(CreateNodes(os.getpid(), everyone, racks_of_all, self.wiring, str(self._folder)))
         except BaseException:
             self.close()
             raise
@@ -322,20 +321,21 @@ class Lab:
     def shape(
         self,
         *,
-        inter: str | Rate | None = None,
+        inter: Cables = None,
         intra: str | Rate | None = None,
         spine: str | Rate | None = None,
     ) -> None:
-        """Change the rates of the links. It also works during a run.
+        """Change the rates of the links. It also works during a run. Cables keep their latency, loss and MTU.
 
         Args:
-            inter: The rate of the cables, each way. None does not limit it.
+            inter: The rates of the cables, in the same forms as for a new lab. None does not limit them.
             intra: The rate of the loopbacks. None does not limit it.
             spine: The rate of each rack's cable to the other racks. None does not limit it.
         """
-        rates = Rates(_rate(inter), _rate(intra), _rate(spine))
-        self._client.ask(ShapeLinks(rates))
-        self.rates = rates
+        cables = zip(self.wiring.cables, cables_of(inter, self._nodes), strict=True)
+        wiring = Wiring(tuple(old.at_rates_of(new) for old, new in cables), _rate(intra), _rate(spine))
+        self._client.ask(ShapeLinks(wiring))
+        self.wiring = wiring
 
     def close(self) -> None:
         """Take the lab down. Its processes are gone when this returns."""
@@ -471,69 +471,3 @@ def _start_guard(descriptor: int, name: str) -> subprocess.Popen[bytes]:
         pass_fds=(descriptor,),
         start_new_session=True,  # only the owner receives the terminal's Ctrl-C
     )
-
-
-# --- the folder on the host -------------------------------------------------------------------------------------------
-#
-# A running lab has a small folder on the host, and nothing else. Its name identifies the owner:
-#
-#     towpath-lab-<pid namespace>-<owner's pid>-<owner's start time>-<number>
-#
-# The guard removes the folder as it ends (keeper.py). It only stays if owner and guard are both killed. The next lab of
-# the same user removes it, if no process with that pid and start time lives.
-
-_NAME = re.compile(r"towpath-lab-(\d+)-(\d+)-(\d+)-\d+")
-_NUMBERS = itertools.count()
-_GUARD = "guard"
-
-
-def make_folder() -> Path:
-    """Make the folder of a new lab of this process."""
-    owner = os.getpid()
-    while True:
-        name = f"towpath-lab-{_pid_namespace()}-{owner}-{_start_time(owner)}-{next(_NUMBERS)}"
-        folder = Path(tempfile.gettempdir(), name)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            return folder
-
-
-def sweep_folders() -> None:
-    """Remove the folders of labs whose owners are dead."""
-    for folder in Path(tempfile.gettempdir()).glob("towpath-lab-*"):
-        match = _NAME.fullmatch(folder.name)
-        with suppress(FileNotFoundError):  # another sweep, or the guard, was faster
-            # Pids of another container mean nothing here, and another user's folder is not ours.
-            if match is None or int(match[1]) != _pid_namespace() or folder.stat().st_uid != os.getuid():
-                continue
-            if _start_time(int(match[2])) == int(match[3]):
-                continue
-            _kill_guard(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _kill_guard(folder: Path) -> None:
-    """Kill the guard of a dead owner. A guard normally ends moments after its owner, unless it is stopped or stuck."""
-    with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-        pid, start = map(int, (folder / _GUARD).read_text().split())
-        descriptor = os.pidfd_open(pid)
-        try:
-            if _start_time(pid) == start:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 (the link's target, not the link)
-
-
-def _start_time(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot, or None if it does not exist. A pid with it is unique."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name, in parentheses, may hold spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

@@ -21,6 +21,14 @@ would behind a switch. These settings keep the rates and the byte counters truth
 - The congestion control is reno, which every kernel has and lets every user choose. Where nothing is dropped, it only
   has to open the window. (cubic took 0.2 s for that at 50 mbit with both directions busy.) So results do not depend on
   the host's setting.
+
+If a cable has a latency or a loss, the lab is a part of the internet instead, and packets are dropped (delay.py):
+
+- Packets have 1500 bytes. With larger ones, TCP would cope better with the same loss.
+- Each queue has the length of a router's: what its link carries in 100 ms, or in the round trip if that is longer, and
+  at least 16 packets. After a loss, TCP halves what it keeps in flight. A queue shorter than the round trip would run
+  empty then, and the rate would not be reached. A much longer one would add seconds to the latency.
+- Windows, and how TCP finds losses, are those of the kernel.
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -36,6 +44,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.cables import Rate, Wiring
+from lab.delay import open_tap, start_line
 from lab.errors import LabError
 from lab.namespaces import Namespaces, inside
 
@@ -51,14 +61,14 @@ _BUCKET_SECONDS = 1e-3
 # Packets on the loopback have up to 64 KiB, and packets that are larger than the bucket are dropped.
 _LOOPBACK_BUCKET_BYTES = 128 << 10
 _QUEUE_BYTES = 64 << 20
+_QUEUE_FRAMES = 10_000
+_ROUTER_SECONDS = 0.1
+_ROUTER_FRAMES = 16
 _WINDOW_BYTES = 512 << 10
 _WINDOW_SECONDS = 8e-3
 _FAREWELL_SECONDS = 2.0
 # States of a connection in /proc/net/tcp whose end the peer has not acknowledged: FIN_WAIT1, LAST_ACK, CLOSING.
 _ENDING = ("04", "09", "0B")
-
-_UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-_SLOWEST = 10**6
 
 # IPv6 is off, because router solicitations would be counted with the payload.
 _QUIET = {"net/ipv6/conf/all/disable_ipv6": "1", "net/ipv6/conf/default/disable_ipv6": "1"}
@@ -66,68 +76,17 @@ _TCP = {
     "net/ipv4/tcp_congestion_control": "reno",
     # Connections do not start with values learned by earlier ones, so that runs can be compared.
     "net/ipv4/tcp_no_metrics_save": "1",
-    # Nothing is dropped. But a sender that moves to another core reorders its packets, and a receiver that waits for a
-    # core answers late. TCP would take both for losses and resend up to a window. With these settings, only a long
-    # silence (a cut cable) counts as a loss.
+}
+_NOTHING_IS_LOST = {
+    # A sender that moves to another core reorders its packets, and a receiver that waits for a core answers late. TCP
+    # would take both for losses and resend up to a window. With these settings, only a long silence (a cut cable)
+    # counts as a loss.
     "net/ipv4/tcp_max_reordering": "1000000",
     "net/ipv4/tcp_reordering": "1000000",
     "net/ipv4/tcp_recovery": "0",
     "net/ipv4/tcp_early_retrans": "0",
     "net/ipv4/tcp_rto_min_us": "2000000",
 }
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Rate:
-    """The rate of a link.
-
-    Attributes:
-        bits_per_second: Bits per second, each way.
-    """
-
-    bits_per_second: int
-
-    @staticmethod
-    def parse(text: str) -> Rate:
-        """Return the rate that `text` names, such as '200mbit' or '1.5gbit'.
-
-        Args:
-            text: A number and one of bit, kbit, mbit, gbit and tbit. These are powers of ten, as tc counts them.
-
-        Raises:
-            LabError: The text is no rate, or the rate is below 1 mbit.
-        """
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text.lower())
-        if match is None or match[2] not in _UNITS:
-            raise LabError(f"not a rate: {text!r}. Write a number and a unit ({', '.join(_UNITS)}), such as 200mbit.")
-        rate = Rate(round(float(match[1]) * _UNITS[match[2]]))
-        if rate.bits_per_second < _SLOWEST:
-            raise LabError(f"too slow to shape: {text!r}. The slowest rate is {Rate(_SLOWEST)}.")
-        return rate
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Bytes per second."""
-        return self.bits_per_second / 8
-
-    def __str__(self) -> str:
-        unit = max((u for u in _UNITS if self.bits_per_second >= _UNITS[u]), key=_UNITS.__getitem__, default="bit")
-        return f"{self.bits_per_second / _UNITS[unit]:g}{unit}"
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The rates of a lab's links, each way. None does not limit them.
-
-    Attributes:
-        inter: The rate of each node's cable.
-        intra: The rate of each node's loopback.
-        spine: The rate of each rack's cable to the other racks.
-    """
-
-    inter: Rate | None = None
-    intra: Rate | None = None
-    spine: Rate | None = None
 
 
 def address(node: int) -> str:
@@ -149,38 +108,55 @@ def raise_bridges(racks: Sequence[int]) -> None:
         _batch("ip", [f"link add {ends}", *plugs])
 
 
-def lay_cables(nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
-    """Connect nodes to the bridges. The calling thread runs in the network of the bridges.
+def lay_cables(
+    nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], wiring: Wiring
+) -> dict[int, int]:
+    """Connect nodes to the bridges, and return the process of each delayed cable, by node.
+
+    The calling thread runs in the network of the bridges.
 
     Args:
         nodes: The nodes, by number.
         bridge: The network of the bridges.
         racks: The rack of each node.
-        rates: The rates of the links.
+        wiring: The properties of the links.
     """
+    lines: dict[int, int] = {}
     for node, spaces in nodes.items():
+        cable = wiring.cables[node]
         with inside(spaces, bridge):
-            _set(_QUIET | _TCP)
+            _set(_QUIET | _TCP | (_NOTHING_IS_LOST if wiring.loses_nothing else {}))
+            peer = f"type veth peer name {_port(node)} netns /proc/self/fd/{bridge.network}"
+            sizes = f"mtu {wiring.mtu_bytes(node)} gso_max_size {_SEGMENT_BYTES} txqueuelen {_QUEUE_FRAMES}"
+            end = open_tap(CABLE) if cable.delayed else None
             _batch(
                 "ip",
                 [
                     "link set lo up",
+                    *([f"link add {CABLE} {peer}"] if end is None else []),
+                    f"link set {CABLE} {sizes} addrgenmode none",
                     # A rebuilt node has the hardware address of the old one, which the others remember.
-                    f"link add {CABLE} address 02:77:00:00:{node >> 8:02x}:{node & 255:02x} "
-                    f"mtu {_MTU_BYTES} gso_max_size {_SEGMENT_BYTES} "
-                    f"type veth peer name {_port(node)} mtu {_MTU_BYTES} netns /proc/self/fd/{bridge.network}",
-                    f"link set {CABLE} addrgenmode none up",
+                    f"link set {CABLE} address 02:77:00:00:{node >> 8:02x}:{node & 255:02x} up",
                     f"address add {address(node)}/{_SUBNET.prefixlen} dev {CABLE}",
                 ],
                 bridge.network,
             )
-    _batch("ip", [f"link set {_port(node)} master rack{racks[node]} addrgenmode none up" for node in nodes])
-    shape_links(nodes, bridge, racks, rates)
+        if end is not None:
+            port = open_tap(_port(node))
+            lines[node] = start_line(end, port, cable.latency_seconds, cable.loss, cable.seed + node)
+    port = f"mtu {_MTU_BYTES} txqueuelen {_QUEUE_FRAMES} addrgenmode none up"
+    _batch("ip", [f"link set {_port(node)} master rack{racks[node]} {port}" for node in nodes])
+    shape_links(nodes, bridge, racks, wiring)
+    return lines
 
 
-def remove_cable(node: int) -> None:
-    """Remove a node's cable. The calling thread runs in the network of the bridges."""
-    _batch("ip", [f"link delete {_port(node)}"])
+def remove_cable(node: int, line: int | None) -> None:
+    """Remove a node's cable, or end the process that carries it. The calling thread runs in the bridges' network."""
+    if line is None:
+        _batch("ip", [f"link delete {_port(node)}"])
+    else:
+        os.kill(line, signal.SIGKILL)
+        os.waitpid(line, 0)
 
 
 def wait_for_farewells(spaces: Namespaces) -> None:
@@ -193,22 +169,25 @@ def wait_for_farewells(spaces: Namespaces) -> None:
         time.sleep(0.005)
 
 
-def shape_links(nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
+def shape_links(nodes: Mapping[int, Namespaces], bridge: Namespaces, racks: Sequence[int], wiring: Wiring) -> None:
     """Set the rates of existing links. The arguments are those of `lay_cables`.
 
     An open connection keeps a larger receive window.
     """
-    inter, intra = rates.inter, rates.intra
-    # The bridge's network has the kernel's own window, which fits links without a rate.
+    # The bridge's network has the kernel's own window, which fits links without a rate and links with a latency.
     name = "net/ipv4/tcp_rmem"
-    window = Path("/proc/sys", name).read_text() if inter is None else f"4096 131072 {round(window_bytes(inter))}"
-    for spaces in nodes.values():
+    of_kernel = Path("/proc/sys", name).read_text()
+    for node, spaces in nodes.items():
+        cable = wiring.cables[node]
+        own = wiring.loses_nothing and cable.down is not None
         with inside(spaces, bridge):
-            _set({name: window})
-            _batch("tc", [_shaped(CABLE, inter, _BUCKET_BYTES), _shaped("lo", intra, _LOOPBACK_BUCKET_BYTES)])
+            _set({name: f"4096 131072 {round(window_bytes(cable.down))}" if own else of_kernel})
+            loopback = _shaped("lo", wiring.intra, _LOOPBACK_BUCKET_BYTES)
+            _batch("tc", [_shaped(CABLE, cable.up, queue_bytes=_queue_bytes(cable.up, wiring)), loopback])
     uplinks = [end for rack in sorted(set(racks)) for end in _uplink(rack)] if len(set(racks)) > 1 else []
-    lines = [_shaped(_port(node), inter, _BUCKET_BYTES) for node in nodes]
-    _batch("tc", lines + [_shaped(end, rates.spine, _BUCKET_BYTES) for end in uplinks])
+    downs = [(_port(node), wiring.cables[node].down) for node in nodes]
+    ends = [*downs, *((end, wiring.spine) for end in uplinks)]
+    _batch("tc", [_shaped(end, rate, queue_bytes=_queue_bytes(rate, wiring)) for end, rate in ends])
 
 
 def plug(node: int, connected: bool) -> None:
@@ -225,11 +204,19 @@ def _uplink(rack: int) -> tuple[str, str]:
     return f"up{rack}", f"down{rack}"
 
 
-def _shaped(device: str, rate: Rate | None, bucket_bytes: int) -> str:
+def _queue_bytes(rate: Rate | None, wiring: Wiring) -> int:
+    if rate is None or wiring.loses_nothing:
+        return _QUEUE_BYTES
+    longest_seconds = max(_ROUTER_SECONDS, *(cable.latency_seconds for cable in wiring.cables))
+    largest_bytes = max(map(wiring.mtu_bytes, range(len(wiring.cables))))
+    return max(_ROUTER_FRAMES * largest_bytes, round(longest_seconds * rate.bytes_per_second))
+
+
+def _shaped(device: str, rate: Rate | None, bucket_bytes: int = _BUCKET_BYTES, queue_bytes: int = _QUEUE_BYTES) -> str:
     if rate is None:
         return f"qdisc replace dev {device} root noqueue"
     bucket_bytes = max(bucket_bytes, round(_BUCKET_SECONDS * rate.bytes_per_second))
-    how = f"tbf rate {rate.bits_per_second}bit burst {bucket_bytes} limit {_QUEUE_BYTES}"
+    how = f"tbf rate {rate.bits_per_second}bit burst {bucket_bytes} limit {queue_bytes}"
     return f"qdisc replace dev {device} root {how}"
 
 

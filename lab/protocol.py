@@ -14,8 +14,9 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lab.cables import Wiring
 from lab.errors import LabError
-from lab.links import LinkBytes, RackBytes, Rates
+from lab.links import LinkBytes, RackBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class CreateNodes:
     owner: int
     names: tuple[str, ...]  # of each node
     racks: tuple[int, ...]  # of each node
-    rates: Rates
+    wiring: Wiring
     folder: str
 
 
@@ -138,7 +139,7 @@ class RebuildNode:
 class ShapeLinks:
     """Set the rates of all links. The answer is None."""
 
-    rates: Rates
+    wiring: Wiring
 
 
 Request = (

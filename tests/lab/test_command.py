@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,17 @@ def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
     assert "What each link carried" in done.stdout
 
 
+def test_two_flats_are_a_choice_of_inter_and_the_table_is_of_their_rates(tmp_path: Path) -> None:
+    links = tmp_path / "links.json"
+    shape = ["run", "--nodes", "2", "--ranks", "1", "--inter", "flat", "--up", "50mbit", "--loss", "1%", "--direct"]
+    done = command(*shape, "--json", str(links), "--", "-c", "pass")
+    assert done.returncode == 0, done.stderr
+    assert "(cables 100mbit down, 50mbit up, 20 ms, 1% lost;" in done.stdout
+    record = json.loads(links.read_text())
+    assert [record[name] for name in ("inter_bits_per_second", "up_bits_per_second")] == [100_000_000, 50_000_000]
+    assert (record["latency_seconds"], record["loss"]) == (0.02, 0.01)
+
+
 @pytest.mark.parity
 def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds_none(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -53,6 +65,8 @@ def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds
     [
         (["run", "--nodes", "2", "--ranks", "1", "--inter", "fast", "--", "-c", "pass"], "not a rate: 'fast'"),
         ([*SHAPE, "--intra", "10", "--", "-c", "pass"], "not a rate: '10'"),
+        ([*SHAPE, "--latency", "20", "--", "-c", "pass"], "not a time: '20'"),
+        ([*SHAPE, "--loss", "0.01", "--", "-c", "pass"], "not a loss: '0.01'"),
         ([*SHAPE, "--", "missing.py"], "no script 'missing.py'"),
         ([*SHAPE, "--json", "missing/links.json", "--", "-c", "pass"], "no folder"),
         ([*SHAPE], "Missing argument"),
@@ -60,7 +74,18 @@ def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds
         (["raise"], "No such command"),
         ([], "Missing command"),
     ],
-    ids=["rate", "loopback-rate", "script", "json", "no-script", "no-nodes", "command", "no-command"],
+    ids=[
+        "rate",
+        "loopback-rate",
+        "latency",
+        "loss",
+        "script",
+        "json",
+        "no-script",
+        "no-nodes",
+        "command",
+        "no-command",
+    ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]

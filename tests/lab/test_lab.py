@@ -86,7 +86,7 @@ def test_links_take_another_rate_while_the_lab_stands() -> None:
         shaped.shape(inter="50mbit")
         [window] = {window.split()[-1] for window in shaped.call(functions.receive_window)}
         assert int(window) == 512 << 10
-        assert shaped.rates.inter == Rate.parse("50mbit")
+        assert {cable.up for cable in shaped.wiring.cables} == {Rate.parse("50mbit")}
         seconds = span_seconds(shaped, functions.timed_exchange, payload)
         assert seconds >= (payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
         with pytest.raises(LabError, match="not a rate: 'fast'"):

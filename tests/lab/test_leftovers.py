@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from lab.lab import make_folder, sweep_folders
+from lab.folders import make_folder, sweep_folders
 from tests.ranks.strategies import seldom
 from towpath.topology.cluster import Topology
 
@@ -104,7 +104,7 @@ class Command:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests started in the background: it would be inherited
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
-            [*line, "--inter", "200mbit", "--direct", "--", LINGER, token],
+            [*line, "--inter", "flat", "--direct", "--", LINGER, token],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -120,7 +120,9 @@ class Command:
         self.networks = networks_of(self.inside)
         assert len(self.networks) == 2
         self.guards = guards_of(self.process.pid)
-        self.exits = [os.pidfd_open(pid) for pid in (*self.inside, *self.guards)]
+        own = [pid for folder in folders_of(self.process.pid) for pid in processes_with(folder.name)]
+        assert len(own) == 6, "the guard, the keeper, and of each node the first process and the delayed cable"
+        self.exits = [os.pidfd_open(pid) for pid in (*self.inside, *own)]
 
     def wait_until_gone(self) -> None:
         """For deaths that are the kernel's to bring about: nobody waits for these processes but their own parents."""

@@ -1,4 +1,4 @@
-"""How truthful the lab is: rate, bursts and header overhead of one TCP stream, and how long starting takes.
+"""How truthful the lab is: rate, bursts and headers of one TCP stream, round trips, and how long starting takes.
 
     python -m tools.docs.measure_lab -o docs/lab-measured.json       (prints the tables of docs/guides/lab.md)
 
@@ -11,18 +11,25 @@ import argparse
 import json
 import platform
 import socket
+import statistics
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lab import Lab, LinkBytes, Rate, link_counters
+from lab import FLAT, Cable, Lab, LinkBytes, Rate, link_counters
 from lab.links import address
 from towpath.topology.cluster import Topology
 
 RATES = ("50mbit", "200mbit", "1000mbit")
+DELAYED = {
+    "flat": FLAT,
+    "500mbit, 20 ms": Cable.parse("500mbit", latency="20ms"),
+    "500mbit, 20 ms, packets of 9000 bytes": replace(Cable.parse("500mbit", latency="20ms"), mtu_bytes=9000),
+}
+PINGS = 100
 SECONDS = 2.0
 BURST_BYTES = 1_000_000
 PORT = 6000
@@ -71,6 +78,45 @@ def _receive(connection: socket.socket, payload_bytes: int) -> None:
 
 def nothing(rank: int, world: int) -> None:
     pass
+
+
+def ping(rank: int, world: int) -> list[float]:
+    """The seconds of each of rank 0's round trips, one after the other."""
+    import torch.distributed as dist
+
+    found: list[float] = []
+    with socket.socket(type=socket.SOCK_DGRAM) as own:
+        own.bind((address(rank), PORT))
+        dist.barrier()
+        for _ in range(PINGS):
+            began = time.monotonic()
+            if rank == 0:
+                own.sendto(b"?", (address(1), PORT))
+                own.recv(1)
+            else:
+                own.sendto(*own.recvfrom(1))
+            found.append(time.monotonic() - began)
+    return found
+
+
+def measure_delay(name: str, cable: Cable) -> dict[str, Any]:
+    assert cable.up is not None
+    payload_bytes = round(cable.up.bytes_per_second * SECONDS)
+    goodput: list[float] = []
+    with Lab(Topology(2, 1), inter=cable) as lab:
+        idle, _ = lab.call(ping)
+        for both in (False, True):
+            first, second = lab.call(stream, payload_bytes, both)
+            seconds = max(first[1], second[1]) - min(first[0], second[0])
+            goodput.append(payload_bytes / seconds / cable.up.bytes_per_second)
+    return {
+        "cable": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "latency_seconds": cable.latency_seconds,
+        "round_trip_seconds": {"least": min(idle), "median": statistics.median(idle), "most": max(idle)},
+        "payload_bytes": payload_bytes,
+        "goodput_of_rate": {"one": goodput[0], "both": goodput[1]},
+    }
 
 
 def measure_stream(rate: str, payload_bytes: int, both: bool) -> dict[str, Any]:
@@ -131,13 +177,19 @@ def main() -> None:
                 f"{one['goodput_of_rate']:.3f} | {one['counted_of_payload']:.4f} |",
                 flush=True,
             )
+    delays = [measure_delay(name, cable) for name, cable in DELAYED.items()]
+    print("\n| cable | least round trip | median | goodput / rate, one way | both at once |\n|---|---|---|---|---|")
+    for one in delays:
+        least, median = (f"{one['round_trip_seconds'][kind] * 1e3:.2f} ms" for kind in ("least", "median"))
+        alone, both = one["goodput_of_rate"].values()
+        print(f"| {one['cable']} | {least} | {median} | {alone:.3f} | {both:.3f} |", flush=True)
     starts = measure_starts()
     print("\n| start | seconds |\n|---|---|")
     for name, seconds in starts.items():
         print(f"| {name} | {seconds:.2f} |")
     if arguments.output:
         machine = {"kernel": platform.release(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
-        record = {"machine": machine, "streams": streams, "starts_seconds": starts}
+        record = {"machine": machine, "streams": streams, "delays": delays, "starts_seconds": starts}
         arguments.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
