@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -221,9 +220,7 @@ FAULTS = {
         frozenset({"node2"}),
         _on(2, lambda: _sends("100mbit"), lambda: _receives("100mbit")),
     ),
-    "asymmetric rate": Fault(
-        Topology(3, 1), "asymmetric rate", frozenset({"node1"}), _on(1, lambda: _sends("80mbit"))
-    ),
+    "asymmetric rate": Fault(Topology(3, 1), "asymmetric rate", frozenset({"node1"}), _on(1, lambda: _sends("80mbit"))),
     "slow rank": Fault(Topology(2, 2), "slow rank", frozenset({"node1"}), _slow_rank),
     "bad hosts entry": Fault(Topology(2, 1), "hosts entry", frozenset({"node1"}), _bad_hosts),
     "other version": Fault(Topology(2, 1), "version", frozenset({"node1"}), _on(1, _other_version)),
@@ -234,12 +231,11 @@ CLEAN_SHAPES = (Topology(2, 1), Topology(2, 2), Topology(3, 1), Topology(4, 1), 
 def examined(rank: int, world: int, name: str | None) -> dict[str, Any] | None:
     """Examine the nodes of a lab with a fault, or without any. Rank 0 returns facts and findings."""
     from towpath.doctor.examination import Examination, Member
-    from towpath.doctor.meeting import Leader, Place, follow
+    from towpath.doctor.meeting import PORT, Leader, Place, follow
 
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the lab has decided; a user may not have
         os.environ.pop(variable, None)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store of the call listens already, as torchrun's does
-    place = Place.of_launcher()
+    place = Place.of_launcher(PORT)
     member = Member(place)
     inject = nullcontext() if name is None else FAULTS[name].inject(int(os.environ["GROUP_RANK"]), place.local)
     with inject:

@@ -35,7 +35,9 @@ def test_a_fault_is_found_on_its_machine(name: str, labs: Callable[[Topology], L
     assert found["facts"]["seconds"] < 60
 
 
-@pytest.mark.parametrize("shape", [shape if shape == Topology(2, 1) else seldom(shape) for shape in CLEAN_SHAPES], ids=str)
+@pytest.mark.parametrize(
+    "shape", [shape if shape == Topology(2, 1) else seldom(shape) for shape in CLEAN_SHAPES], ids=str
+)
 def test_nothing_is_found_where_nothing_is_wrong(shape: Topology, labs: Callable[[Topology], Lab]) -> None:
     found = labs(shape).call(examined, None, timeout_seconds=PATIENCE_SECONDS)[0]
     assert found["findings"] == [], json.dumps(found, indent=1)

@@ -36,6 +36,7 @@ def cluster(machines: int, ranks: int = 1) -> Facts:
         "pairs": [_pair(a, b) for a in range(machines) for b in range(a + 1, machines)],
         "absent": [],
         "lost": [],
+        "port": 29511,
     }
 
 
@@ -61,6 +62,7 @@ def _machine(number: int, ranks: int) -> Facts:
         "notes": [],
         "clock": 0.001,
         "loopback": 5e9,
+        "services": [1, "token"],
         "ranks": [
             {
                 "rank": number * ranks + local,
@@ -236,6 +238,10 @@ def _absent(facts: Facts) -> None:
     facts["absent"] = [{"name": "10.77.0.9", "state": "refused"}]
 
 
+def _closed_port(facts: Facts) -> None:
+    facts["absent"] = [{"name": "rank 2", "state": None}]
+
+
 def _wrong_variable(facts: Facts) -> None:
     chosen = {"interface": "eth7", "address": None, "why": "GLOO_SOCKET_IFNAME=eth7"}
     facts["machines"][1] |= {"gloo": chosen, "training": chosen}
@@ -281,6 +287,7 @@ CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
     (3, _loss, "loss", SLOWS, {"node2"}),
     (2, _loss_of_two, "loss", SLOWS, {"node0", "node1"}),
     (2, _absent, "absent", BLOCKS, {"10.77.0.9"}),
+    (2, _closed_port, "firewall", BLOCKS, {"node0"}),
     (2, _wrong_variable, "variable", BLOCKS, {"node1"}),
     (2, _wrong_clock, "clock", RISK, {"node1"}),
     (2, _variable, "environment", RISK, {"node1"}),
@@ -360,7 +367,9 @@ def test_a_report_names_cause_remedy_and_gain_in_100_columns() -> None:
 def test_in_a_round_no_machine_is_in_two_pairs(count: int) -> None:
     rounds = tournament(count)
     assert all(len({end for pair in pairs for end in pair}) == 2 * len(pairs) for pairs in rounds)
-    assert sorted(pair for pairs in rounds for pair in pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert sorted(pair for pairs in rounds for pair in pairs) == [
+        (a, b) for a in range(count) for b in range(a + 1, count)
+    ]
     assert len(rounds) <= count
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 
 from towpath.cli.terminal import table_of
 from towpath.doctor.examination import Examination, Member
 from towpath.doctor.findings import Finding, Severity
 from towpath.doctor.gain import priced
-from towpath.doctor.judge import per_second
-from towpath.doctor.meeting import PORT, Leader, Place, follow, why_unreachable
+from towpath.doctor.judge import OF_LOOPBACK, per_second
+from towpath.doctor.meeting import PORT, Leader, Place, follow, is_launched, why_unreachable
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.plan.catalog import describe_model
@@ -28,9 +28,9 @@ from towpath.progress import format_bytes, show_progress
 
 _FOUND = 1
 _HEADINGS = {
-    Severity.BLOCKS: "Training does not run",
-    Severity.SLOWS: "Training is slower",
-    Severity.RISK: "It does no harm now",
+    Severity.BLOCKS: "Training does not run, or hangs:",
+    Severity.SLOWS: "Training is slower than it could be:",
+    Severity.RISK: "This does no harm to what was measured, and may later:",
 }
 
 
@@ -40,7 +40,7 @@ def doctor(
         typer.Option(metavar="A,B,…", help="Addresses of all machines, if there is no launcher. The first one leads."),
     ] = None,
     port: Annotated[
-        int, typer.Option(metavar="N", min=1, max=65535, help="With --hosts: the port at which the machines meet.")
+        int, typer.Option(metavar="N", min=1, max=65535, help="The port at which the machines meet.")
     ] = PORT,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="How long the machines wait for one another to come.")
@@ -65,21 +65,17 @@ def doctor(
     Exit code: 0 if nothing is wrong, 1 if something is, or 2 for a mistake.
     """
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"doctor asks the kernel of Linux; this is {sys.platform}.")
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if hosts is None and not launched:
+        raise ConfigError(f"doctor asks the kernel of Linux; this is {sys.platform}. Run it on Linux machines.")
+    if hosts is None and not is_launched():
         raise ConfigError(
             "doctor examines several machines: pass --hosts A,B with their addresses, and start it on each of them, or "
             "start it with torchrun … -m towpath doctor."
         )
-    to_stdout = output is not None and str(output) == "-"
-    if not to_stdout:
-        check_output_file("--json", output)
+    to_stdout = str(output) == "-"
+    check_output_file("--json", None if to_stdout else output)
     described = describe_model(model)
-    if hosts is None:
-        place = Place.of_launcher()
-    else:
-        place = Place.of_hosts(tuple(host.strip() for host in hosts.split(",") if host.strip()), port)
+    listed = tuple(filter(None, (host.strip() for host in (hosts or "").split(","))))
+    place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
     member = Member(place)
     try:
         if place.number:
@@ -87,9 +83,7 @@ def doctor(
         else:
             text, status = _lead(place, member, wait, described, output)
     except OSError as error:
-        console, text = _console()
-        _print_findings(console, [why_unreachable(place, error)], described.name)
-        print(text(), file=sys.stderr, end="", flush=True)
+        print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
         raise typer.Exit(_FOUND) from None
     if not to_stdout and (place.hosts or place.number == 0):
         print(text, end="", flush=True)
@@ -104,39 +98,29 @@ def _lead(place: Place, member: Member, wait: float, model: Model, output: Path 
         facts, found = Examination(leader, say).run()
         say("what training would gain")
         found = priced(facts, found, model)
-    status = _FOUND if found else 0
-    text = report(facts, found, model.name)
+    text, status = report(facts, found, model.name), _FOUND if found else 0
     leader.dismiss(text, status)
-    if output is not None:
-        written = json.dumps(facts | {"model": model.name, "findings": [asdict(each) for each in found]}, indent=1)
-        if str(output) == "-":
-            print(written, flush=True)
-        else:
-            write_output_file("--json", output, written + "\n")
+    as_json = json.dumps({**facts, "model": model.name, "findings": [asdict(each) for each in found]}, indent=1) + "\n"
+    if str(output) == "-":
+        print(as_json, end="", flush=True)
+    else:
+        write_output_file("--json", output, as_json)
     return text, status
 
 
-# The report -----------------------------------------------------------------------------------------------------------
-
-
-def _console() -> tuple[Console, Callable[[], str]]:
-    file = StringIO()
-    return Console(file=file, width=100, highlight=False, markup=False), file.getvalue
-
-
-def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str) -> str:
+def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "") -> str:
     """Return the causes, the pairs and the machines as text of 100 columns."""
-    console, text = _console()
+    console = Console(file=(file := StringIO()), width=100, highlight=False, markup=False)
     _print_findings(console, findings, model)
-    if facts["pairs"]:
+    if facts.get("pairs"):
         _print_pairs(console, facts)
-    _print_machines(console, facts)
+    if facts:
+        _print_machines(console, facts)
     if not findings:
-        rates = [pair[way]["alone"] for pair in facts["pairs"] for way in ("out", "back")]
-        slowest = f", each direction carries {per_second(min(rates))} or more, without loss" if rates else ""
-        count = len(facts["machines"])
-        console.print(f"Nothing is wrong: {count} machine{'s' if count > 1 else ''} in {facts['seconds']} s{slowest}.")
-    return text()
+        ways = [pair[way] for pair in facts["pairs"] for way in ("out", "back")]
+        rates = f", and each direction carries {per_second(min(way['alone'] for way in ways))} or more" if ways else ""
+        console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
+    return file.getvalue()
 
 
 def _print_findings(console: Console, findings: Sequence[Finding], model: str) -> None:
@@ -144,66 +128,55 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
     for number, each in enumerate(findings, 1):
         if each.severity is not heading:
             heading = each.severity
-            console.print(f"{_HEADINGS[heading]}:\n")
+            console.print(f"{_HEADINGS[heading]}\n")
         console.print(f"{number}. {each.cause.upper()}: {each.summary}.")
-        for line in each.evidence:
-            _print_item(console, "", line)
-        for line in each.remedy:
-            _print_item(console, "→", line)
+        lines = [*each.evidence, *(f"→ {line}" for line in each.remedy)]
         if each.seconds is not None:
-            now, then = each.seconds
-            step = f"no step → {then:.3g} s" if now is None else f"step {now:.3g} → {then:.3g} s"
-            _print_item(console, "=", f"{step} ({model}, one sequence a rank, simulated)")
+            now, then = (f"{seconds:.3g}" if seconds else "none" for seconds in each.seconds)
+            lines.append(f"= step {now} → {then} s ({model}, one sequence a rank, simulated)")
+        for line in lines:
+            console.print(Padding(line, (0, 0, 0, 5 if line[:1] in "→=" else 7)))
         console.print()
-
-
-def _print_item(console: Console, mark: str, text: str) -> None:
-    table = table_of("", "", numbers=2, show_header=False, padding=(0, 1, 0, 0))
-    table.add_row(f"   {mark:1}", text)
-    console.print(table)
 
 
 def _print_pairs(console: Console, facts: Mapping[str, Any]) -> None:
     names = [machine["name"] for machine in facts["machines"]]
-    table = table_of("from → to", "address", "alone", "both ways", "lost", "packet", "latency", numbers=2)
-    limits: list[float] = []
+    table = table_of("from → to", "over", "alone", "both ways", "lost", "packet", "latency", numbers=2)
+    fastest = 0.0
     for pair in facts["pairs"]:
-        a, b = pair["machines"]
-        for (one, other), way, reached in (((a, b), "out", 0), ((b, a), "back", 1)):
-            told = pair[way]
-            tried = next((each for each in pair["reach"][reached] if each["state"] == "open"), None)
-            row = [f"{names[one]} → {names[other]}", tried["address"] if tried else "does not connect"]
+        ends = tuple(pair["machines"])
+        for (one, other), way, reached in ((ends, "out", 0), (ends[::-1], "back", 1)):
+            told, tried = pair[way], [each for each in pair["reach"][reached] if each["state"] == "open"]
+            over = f"{tried[0]['interface']} to {tried[0]['address']}" if tried else "does not connect"
+            row = [f"{names[one]} → {names[other]}", over]
             if told:
-                latency = f"{pair['latency'] * 1e3:.3g} ms" if way == "out" else ""
-                lost = "?" if told.get("loss") is None else f"{told['loss']:.2%}"
-                rates = (per_second(told["alone"]), per_second(told["together"]))
-                row += [*rates, lost, str(told["packet"] or "?"), latency]
-                limits.append(told["alone"])
+                lost, packet = (told.get(key) for key in ("loss", "packet"))
+                row += [per_second(told["alone"]), per_second(told["together"])]
+                row += ["?" if lost is None else f"{lost:.2%}", str(packet or "?"), f"{pair['latency'] * 1e3:.3g} ms"]
+                fastest = max(fastest, told["alone"])
             table.add_row(*row)
     console.print(table)
-    reached = min(machine["loopback"] for machine in facts["machines"])
-    if limits and max(limits) > 0.4 * reached:
-        console.print(f"Sockets reach {per_second(reached)} here. Faster cables were not tested to their limit.")
+    limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
+    if fastest > limit:
+        console.print(
+            f"What carries more than {per_second(limit)} was not tested to its limit, which is that of sockets here."
+        )
     console.print()
 
 
 def _print_machines(console: Console, facts: Mapping[str, Any]) -> None:
-    table = table_of("machine", "training uses", "link", "GFLOP/s of each rank", "copies", "torch", "towpath", numbers=6)
+    table = table_of(
+        "machine", "training uses", "link", "torch", "towpath", "copies", "GFLOP/s of each rank", numbers=5
+    )
     for machine in facts["machines"]:
-        used = machine["training"]
-        of = next((each for each in machine["interfaces"] if each["name"] == used["interface"]), None)
-        devices = [device for rank in machine["ranks"] for device in rank.get("devices", [])]
-        link = "" if of is None else f"{of['megabits']} Mbit/s" if of["megabits"] else of["driver"] or "unknown"
-        copied = min((device["copied"] for device in devices), default=0.0)
-        table.add_row(
-            machine["name"],
-            f"{used['interface']} {used['address']}",
-            link,
-            ", ".join(f"{device['flops'] / 1e9:.4g}" for device in devices),
-            f"{format_bytes(copied)}/s",
-            machine["versions"].get("torch", "none"),
-            machine["versions"]["towpath"],
-        )
+        used, versions = machine["training"], machine["versions"]
+        of = next((each for each in machine["interfaces"] if each["name"] == used["interface"]), {})
+        link = f"{of['megabits']} Mbit/s" if of.get("megabits") else of.get("driver") or "unknown"
+        devices = [device for rank in machine["ranks"] for device in rank["devices"]]
+        copied = f"{format_bytes(min((device['copied'] for device in devices), default=0.0))}/s"
+        flops = ", ".join(f"{device['flops'] / 1e9:.4g}" for device in devices)
+        uses = f"{used['interface']} {used['address']}"
+        table.add_row(machine["name"], uses, link, versions.get("torch", "none"), versions["towpath"], copied, flops)
     console.print(table)
     for machine in facts["machines"]:
         for note in machine["notes"]:

@@ -21,20 +21,22 @@ from towpath.doctor.compute import compute, load
 from towpath.doctor.findings import Finding
 from towpath.doctor.interfaces import interfaces, is_usable, plain
 from towpath.doctor.judge import judge
-from towpath.doctor.machine import has_gpus, machine_facts
+from towpath.doctor.machine import machine_facts
 from towpath.doctor.meeting import Leader, Place
 from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
 from towpath.doctor.services import Services
 
 Facts = dict[str, Any]
+Direction = tuple[int, int]
 
-VERSION = 1
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS, _WAY_SECONDS = 1.0, 0.3, 0.4
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
 _RATE_SECONDS, _ROUNDS_SECONDS = 1.0, 5.0
-_ASK_SECONDS, _LOAD_SECONDS, _MEASURE_SECONDS = 15.0, 45.0, 40.0
+_ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
 _CONFIRM_UNTIL_SECONDS = 38.0  # of the examination: later, what looks wrong is not measured again
 _MOST_ADDRESSES = 12
+# Of two measurements, the smaller of these values counts, and the larger of all others.
+_SMALLER = ("loss", "stalls", "latency")
 
 
 class Member:
@@ -50,26 +52,22 @@ class Member:
         match question["do"]:
             case "facts":
                 self._services = Services(question["address"])
-                services = {"port": self._services.port, "token": self._services.token}
-                return machine_facts(has_gpus()) | {"services": services}
+                return machine_facts() | {"services": [self._services.port, self._services.token]}
             case "load":
                 return load()
             case "compute":
-                return compute(question["seconds"], None if self._place.hosts else self._place.local)
+                return compute(_COMPUTE_SECONDS, None if self._place.hosts else self._place.local)
             case "clock":
                 return time.time()
             case "loopback":
-                assert self._services is not None
-                peer = Peer(question["address"], self._services.port, self._services.token)
-                return sum(rate["rate"] for rate in rates(peer, ("out", "back"), question["seconds"]).values())
+                found = rates(Peer(*question["peer"]), ("out", "back"), _LOOPBACK_SECONDS)
+                return sum(found.values())
             case "reach":
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
                 return measure(Peer(*question["peer"]), question["mtu"], question["seconds"])
-            case "ways":
-                return [rates(Peer(*each), ("out",), question["seconds"])["out"]["rate"] for each in question["ways"]]
-            case other:
-                return f"unknown question: {other}"
+            case _:
+                return [rates(Peer(*peer), ("out",), _WAY_SECONDS)["out"] for peer in question["peers"]]
 
 
 class Examination:
@@ -83,26 +81,19 @@ class Examination:
     def __init__(self, leader: Leader, say: Callable[[str], object]) -> None:
         self._leader, self._say = leader, say
         self._began = time.monotonic()
-        # The processes of each machine, the first of them first.
-        by_machine: dict[str, list[int]] = {}
-        for number in sorted(leader.hellos, key=lambda number: (leader.hellos[number]["local"], number)):
-            by_machine.setdefault(leader.hellos[number]["machine"], []).append(number)
-        self._groups = sorted(by_machine.values())
         self._machines: list[Facts] = []
-        self._pairs: dict[tuple[int, int], Facts] = {}
+        self._pairs: dict[Direction, Facts] = {}
 
     def run(self) -> tuple[Facts, list[Finding]]:
         """Examine everything. Return all facts, and what is wrong."""
         self._ask_facts()
         self._ask_compute()
-        self._ask_loopback()
         numbers = range(len(self._machines))
         self._measure([(a, b) for a in numbers for b in numbers if a < b])
         found = judge(self.facts())
-        suspects = sorted({pair for finding in found for pair in finding.pairs})
-        slow_ranks = any(finding.flops is not None for finding in found)
+        suspects = sorted({pair for each in found for pair in each.pairs})
+        slow_ranks = any(each.flops is not None for each in found)
         if (suspects or slow_ranks) and time.monotonic() - self._began < _CONFIRM_UNTIL_SECONDS:
-            self._say("measuring again what looks wrong")
             if slow_ranks:
                 self._ask_compute()
             self._measure(suspects)
@@ -111,225 +102,185 @@ class Examination:
 
     def facts(self) -> Facts:
         """Return everything that is known, as JSON."""
-        missing = [number for number in range(self._leader.place.world) if number not in self._leader.hellos]
+        place, leader = self._leader.place, self._leader
+        missing = [number for number in range(place.world) if number not in leader.hellos]
+        names = {number: place.hosts[number] if place.hosts else f"rank {number}" for number in missing}
         return {
-            "version": VERSION,
+            "version": 1,
             "seconds": round(time.monotonic() - self._began, 1),
+            "port": place.port,
             "machines": self._machines,
             "pairs": [self._pairs[pair] for pair in sorted(self._pairs)],
-            "absent": [
-                {
-                    "name": self._leader.place.hosts[number] if self._leader.place.hosts else f"rank {number}",
-                    "state": self._leader.states.get(number, "did not come"),
-                }
-                for number in missing
-            ],
-            "lost": [{"rank": number, "asked": what} for number, what in sorted(self._leader.lost.items())],
+            "absent": [{"name": name, "state": leader.states.get(number)} for number, name in names.items()],
+            "lost": [{"rank": number, "asked": asked} for number, asked in sorted(leader.lost.items())],
         }
 
     # One machine or rank alone ----------------------------------------------------------------------------------------
 
     def _ask_facts(self) -> None:
         self._say("interfaces, versions, variables")
-        leader = self._leader
-        # An address by which the others know each machine: that of its connection here, and here, of the first of them.
-        ends = [link.connection.getsockname()[0].removeprefix("::ffff:") for link in leader.links.values()]
-        addresses = {number: link.address for number, link in leader.links.items()} | {0: (ends or ["127.0.0.1"])[0]}
-        firsts = [group[0] for group in self._groups]
-        told = leader.ask({n: {"do": "facts", "address": addresses[n]} for n in firsts}, _ASK_SECONDS)
-        hosts = [leader.hellos[n]["host"] for n in firsts]
-        for group in self._groups:
-            first = group[0]
-            if first not in told:
-                continue
-            host = leader.hellos[first]["host"]
-            self._machines.append(
-                told[first]
-                | {
-                    "name": host if hosts.count(host) == 1 else f"{host} ({addresses[first]})",
-                    "host": host,
-                    "address": addresses[first],
-                    "first": first,
-                    "ranks": [{"rank": number} for number in group],
-                    "clock": self._clock(first),
-                }
-            )
-
-    def _clock(self, number: int) -> float:
-        """Return by how many seconds the clock of a machine is ahead of this one."""
-        began, told = time.time(), self._leader.ask({number: {"do": "clock"}}, _ASK_SECONDS)
-        return round(told[number] - (began + time.time()) / 2, 3) if number in told else 0.0
+        leader, hellos = self._leader, self._leader.hellos
+        # An address by which the others know each machine: that of its connection to the leader.
+        here = next((link.here for link in leader.links.values()), "127.0.0.1")
+        addresses = {number: link.there for number, link in leader.links.items()} | {0: here}
+        groups: dict[str, list[int]] = {}
+        for number in sorted(hellos, key=lambda number: (hellos[number]["local"], number)):
+            groups.setdefault(hellos[number]["machine"], []).append(number)
+        firsts = sorted(group[0] for group in groups.values())
+        told = leader.ask({first: {"do": "facts", "address": addresses[first]} for first in firsts}, _ASK_SECONDS)
+        hosts = [hellos[first]["host"] for first in firsts]
+        for first in sorted(told):
+            host, address = hellos[first]["host"], addresses[first]
+            local = "::1" if ":" in address else "127.0.0.1"
+            question = {first: {"do": "clock"}}
+            began, clock = time.time(), leader.ask(question, _ASK_SECONDS).get(first, time.time())
+            more = {
+                "name": host if hosts.count(host) == 1 else f"{host} ({address})",
+                "host": host,
+                "address": address,
+                "first": first,
+                "ranks": [{"rank": number} for number in groups[hellos[first]["machine"]]],
+                "clock": round(clock - (began + time.time()) / 2, 3),
+                "local": [local, *told[first]["services"]],
+            }
+            self._machines.append(told[first] | more)
 
     def _ask_compute(self) -> None:
-        everyone = [number for group in self._groups for number in group]
+        """Let all ranks compute, and then all machines send to themselves."""
+        everyone = [rank["rank"] for machine in self._machines for rank in machine["ranks"]]
         self._say("loading torch")
-        versions = self._leader.ask({number: {"do": "load"} for number in everyone}, _LOAD_SECONDS)
+        versions = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
         self._say("matrix products and copies")
-        question = {"do": "compute", "seconds": _COMPUTE_SECONDS}
-        told = self._leader.ask(dict.fromkeys(versions, question), _LOAD_SECONDS)
+        told = self._leader.ask({number: {"do": "compute"} for number in versions}, _LONG_SECONDS)
+        peers = {machine["first"]: {"do": "loopback", "peer": machine["local"]} for machine in self._machines}
+        sent = self._leader.ask(peers, _ASK_SECONDS)
         for machine in self._machines:
+            machine["loopback"] = better(machine.get("loopback"), sent.get(machine["first"], 0.0))
             for rank in machine["ranks"]:
-                number = rank["rank"]
-                before = {each["device"]: each for each in rank.get("devices", [])}
-                rank |= {"torch": versions.get(number), "devices": _better_devices(before, told.get(number, []))}
-
-    def _ask_loopback(self) -> None:
-        """Measure what sockets of each machine can send at all, while all of them do."""
-        self._say("what sockets can send")
-        question = {"do": "loopback", "seconds": _LOOPBACK_SECONDS}
-        local = {machine["first"]: "::1" if ":" in machine["address"] else "127.0.0.1" for machine in self._machines}
-        told = self._leader.ask({n: question | {"address": address} for n, address in local.items()}, _ASK_SECONDS)
-        for machine in self._machines:
-            machine["loopback"] = told.get(machine["first"], 0.0)
+                now = {"torch": versions.get(rank["rank"]), "devices": told.get(rank["rank"], [])}
+                rank |= better({key: rank.get(key) for key in now}, now)
 
     # Pairs ------------------------------------------------------------------------------------------------------------
 
-    def _measure(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _measure(self, pairs: Sequence[Direction]) -> None:
         self._say("who reaches whom")
-        reached = self._reach(pairs)
-        rounds = [[pair for pair in each if pair in pairs] for each in tournament(len(self._machines))]
-        rounds = [each for each in rounds if each]
-        seconds = min(_RATE_SECONDS, _ROUNDS_SECONDS / max(1, len(rounds)))
+        reached = self._reach([way for a, b in pairs for way in ((a, b), (b, a))])
+        rounds = [
+            found for each in tournament(len(self._machines)) if (found := [pair for pair in each if pair in pairs])
+        ]
         for number, each in enumerate(rounds, 1):
             names = ", ".join(f"{self._machines[a]['name']} – {self._machines[b]['name']}" for a, b in each)
             self._say(f"round {number} of {len(rounds)}: {names}")
-            self._measure_round(each, reached, seconds)
+            for pair, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
+                self._pairs[pair] = better(self._pairs.get(pair), found)
 
-    def _reach(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], list[Facts]]:
+    def _reach(self, ways: Sequence[Direction]) -> dict[Direction, list[Facts]]:
         """Return for each direction how each address of the other machine was reached, the one for training first."""
-        ways = [way for a, b in pairs for way in ((a, b), (b, a))]
-        targets: dict[int, list[tuple[int, list[Any]]]] = {}
-        for a, b in ways:
-            for address in self._addresses(b):
-                targets.setdefault(a, []).append((b, self._peer(b, address)))
-        questions = {
-            self._machines[a]["first"]: {"do": "reach", "peers": [peer for _, peer in peers]}
-            for a, peers in targets.items()
-        }
+        targets: dict[int, list[tuple[Direction, list[Any]]]] = {}
+        for way in ways:
+            of = self._machines[way[1]]
+            every = (plain(address) for each in of["interfaces"] for address in each["addresses"])
+            addresses = [of["training"]["address"], of["address"], *filter(is_usable, every)]
+            for address in list(dict.fromkeys(filter(None, addresses)))[:_MOST_ADDRESSES]:
+                targets.setdefault(way[0], []).append((way, self._peer(way[1], address)))
+        first = {machine: self._machines[machine]["first"] for machine in targets}
+        questions = {first[at]: {"do": "reach", "peers": [peer for _, peer in peers]} for at, peers in targets.items()}
         told = self._leader.ask(questions, _ASK_SECONDS)
-        found: dict[tuple[int, int], list[Facts]] = {way: [] for way in ways}
-        for a, peers in targets.items():
-            for (b, _), answer in zip(peers, told.get(self._machines[a]["first"], []), strict=False):
-                found[a, b].append(answer)
+        found: dict[Direction, list[Facts]] = {way: [] for way in ways}
+        for machine, peers in targets.items():
+            for (way, _), answer in zip(peers, told.get(first[machine], []), strict=False):
+                found[way].append(answer)
         return found
 
-    def _addresses(self, machine: int) -> list[str]:
-        """Return where others may find a machine: first where training does, then where it was found, then all."""
-        of = self._machines[machine]
-        training = [of["training"]["address"]] if of["training"]["address"] else []
-        others = [plain(address) for each in of["interfaces"] for address in each["addresses"] if is_usable(address)]
-        return list(dict.fromkeys([*training, of["address"], *others]))[:_MOST_ADDRESSES]
-
     def _peer(self, machine: int, address: str, interface: str | None = None) -> list[Any]:
-        services = self._machines[machine]["services"]
-        return [address, services["port"], services["token"], interface]
+        return [address, *self._machines[machine]["services"], interface]
 
-    def _measure_round(
-        self, pairs: Sequence[tuple[int, int]], reached: dict[tuple[int, int], list[Facts]], seconds: float
-    ) -> None:
-        """Measure pairs that share no machine, all at the same time."""
+    def _measured(
+        self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
+    ) -> dict[Direction, Facts]:
+        """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
+        found: dict[Direction, Facts] = {}
         questions: dict[int, Any] = {}
-        active: dict[int, tuple[tuple[int, int], bool, str]] = {}
+        active: dict[int, tuple[Direction, bool]] = {}
         for a, b in pairs:
-            before = self._pairs.get((a, b))
-            new: Facts = {"machines": [a, b], "out": {}, "back": {}}
-            new |= {"reach": [reached[a, b], reached[b, a]], "ways": []}
-            self._pairs[a, b] = new if before is None else new | {"before": before}
-            for one, other, turned in ((a, b, False), (b, a, True)):
-                way = next((each for each in reached[one, other] if each["state"] == "open"), None)
-                if way is not None:
-                    mtu = min(self._mtu(one, way["interface"]), self._mtu_at(other, way["address"]))
-                    first = self._machines[one]["first"]
-                    peer = self._peer(other, way["address"])
+            found[a, b] = {
+                "machines": [a, b],
+                "out": {},
+                "back": {},
+                "ways": [],
+                "reach": [reached[a, b], reached[b, a]],
+            }
+            for one, other in ((b, a), (a, b)):
+                if used := _open(reached[one, other]):
+                    mtu = min(self._mtu(one, used["interface"]), self._mtu(other, used["address"]))
+                    first, peer = self._machines[one]["first"], self._peer(other, used["address"])
+                    active = {at: of for at, of in active.items() if of[0] != (a, b)} | {first: ((a, b), one == b)}
                     questions[first] = {"do": "measure", "peer": peer, "mtu": mtu, "seconds": seconds}
-                    active[first] = ((a, b), turned, way["address"])
-                    break
-        told = self._leader.ask(questions, _MEASURE_SECONDS)
+        told = self._leader.ask({first: questions[first] for first in active}, _LONG_SECONDS)
         for first, answer in told.items():
-            pair, turned, address = active[first]
-            out, back = ("back", "out") if turned else ("out", "back")
-            found = {"latency": answer["latency"], out: answer["out"], back: answer["back"], "turned": turned}
-            self._pairs[pair] |= found | {"address": address}
+            pair, turned = active[first]
+            out, back = (answer["back"], answer["out"]) if turned else (answer["out"], answer["back"])
+            found[pair] |= {"latency": answer["latency"], "out": out, "back": back}
         for turned in (False, True):
-            self._measure_ways([(b, a) if turned else (a, b) for a, b in pairs])
-        for pair in pairs:
-            self._pairs[pair] = _better(self._pairs[pair])
+            self._measure_ways([pair[::-1] if turned else pair for pair in pairs], reached, found)
+        return found
 
-    def _measure_ways(self, ways: Sequence[tuple[int, int]]) -> None:
+    def _measure_ways(
+        self, ways: Sequence[Direction], reached: dict[Direction, list[Facts]], found: dict[Direction, Facts]
+    ) -> None:
         """Measure what leaves the first machine of each pair over other interfaces than that for training."""
         questions: dict[int, Any] = {}
-        asked: dict[int, tuple[tuple[int, int], list[list[Any]]]] = {}
+        asked: dict[int, tuple[Direction, list[tuple[str, str]]]] = {}
         for a, b in ways:
-            found = self._pairs[min(a, b), max(a, b)]
-            reached = found["reach"][a > b]
-            used = next((each for each in reached if each["state"] == "open"), None)
-            if used is None:
-                continue
-            own = [each for each in self._machines[a]["interfaces"] if not each["loopback"] and each["carrier"]]
-            addresses = [each["address"] for each in reached if each["state"] == "open"]
-            others = other_ways(addresses, own, (used["interface"], used["address"]))
-            if others:
-                tried = [[used["interface"], used["address"]], *map(list, others)]
-                peers = [self._peer(b, used["address"]), *(self._peer(b, at, name) for name, at in others)]
-                first = self._machines[a]["first"]
-                questions[first] = {"do": "ways", "ways": peers, "seconds": _WAY_SECONDS}
-                asked[first] = ((a, b), tried)
-        for first, told in self._leader.ask(questions, _MEASURE_SECONDS).items():
+            if used := _open(reached[a, b]):
+                own = [each for each in self._machines[a]["interfaces"] if not each["loopback"] and each["carrier"]]
+                now = used["interface"], used["address"]
+                others = other_ways([each["address"] for each in reached[a, b] if each["state"] == "open"], own, now)
+                if others:
+                    first = self._machines[a]["first"]
+                    peers = [self._peer(b, now[1]), *(self._peer(b, address, name) for name, address in others)]
+                    questions[first], asked[first] = {"do": "ways", "peers": peers}, ((a, b), [now, *others])
+        for first, told in self._leader.ask(questions, _LONG_SECONDS).items():
             (a, b), tried = asked[first]
-            self._pairs[min(a, b), max(a, b)]["ways"] += [
+            found[min(a, b), max(a, b)]["ways"] += [
                 {"from": a, "to": b, "interface": name, "address": address, "rate": rate}
                 for (name, address), rate in zip(tried, told, strict=True)
             ]
 
-    def _mtu(self, machine: int, name: str | None) -> int:
-        named = [each["mtu"] for each in self._machines[machine]["interfaces"] if each["name"] == name]
-        return (named or [1500])[0]
-
-    def _mtu_at(self, machine: int, address: str) -> int:
-        interfaces_of = self._machines[machine]["interfaces"]
-        here = [each["name"] for each in interfaces_of if address in map(plain, each["addresses"])]
-        return self._mtu(machine, (here or [None])[0])
+    def _mtu(self, machine: int, what: str | None) -> int:
+        """Return the MTU of an interface by its name, or by an address of it."""
+        of = self._machines[machine]["interfaces"]
+        return next((each["mtu"] for each in of if what in (each["name"], *map(plain, each["addresses"]))), 1500)
 
 
-def tournament(count: int) -> list[list[tuple[int, int]]]:
+def _open(tried: Sequence[Facts]) -> Facts | None:
+    return next((each for each in tried if each["state"] == "open"), None)
+
+
+def tournament(count: int) -> list[list[Direction]]:
     """Return rounds in which each of `count` meets every other once, and nobody is in two pairs of a round."""
     players = [*range(count), *([-1] if count % 2 else [])]
-    rounds: list[list[tuple[int, int]]] = []
+    rounds: list[list[Direction]] = []
     for _ in range(len(players) - 1):
-        half = len(players) // 2
-        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        pairs = zip(players[: len(players) // 2], reversed(players[len(players) // 2 :]), strict=True)
         rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         players = [players[0], players[-1], *players[1:-1]]
     return rounds
 
 
-def _better_devices(before: dict[str, Facts], now: Sequence[Facts]) -> list[Facts]:
-    """Return devices with the better of two measurements."""
-    best = {"flops", "copied"}
-    return [
-        each | {key: max(each[key], before[each["device"]][key]) for key in best if each["device"] in before}
-        for each in now
-    ] or list(before.values())
-
-
-def _better(pair: Facts) -> Facts:
-    """Return a pair with the better of two measurements, if it was measured before."""
-    before = pair.pop("before", None)
-    if before is None:
-        return pair
-    better: dict[str, Callable[..., Any]] = {"loss": min, "again": min, "stalls": min}
-    for way in ("out", "back"):
-        old, new = before[way], pair[way]
-        joined = {**old, **new}
-        for key in set(old) & set(new):
-            values = [value for value in (old[key], new[key]) if value is not None]
-            joined[key] = better.get(key, max)(values) if values else None
-        pair[way] = joined
-    if before.get("latency") is not None:
-        pair["latency"] = min(before["latency"], pair.get("latency", before["latency"]))
-    pair["reach"] = [
-        [new if new["state"] == "open" or old["state"] != "open" else old for old, new in zip(olds, news, strict=False)]
-        for olds, news in zip(before["reach"], pair["reach"], strict=True)
-    ]
-    pair["ways"] = pair["ways"] or before["ways"]
-    return {**before, **pair}
+def better(before: Any, now: Any, key: str = "") -> Any:
+    """Return what counts of two measurements of the same: of each number the better one, and of all else the later."""
+    if before is None or now is None:
+        return before if now is None else now
+    if key == "reach":
+        return [
+            [old if old["state"] == "open" else new for old, new in zip(*each, strict=False)]
+            for each in zip(before, now, strict=True)
+        ]
+    if isinstance(now, dict):
+        return {**before, **{name: better(before.get(name), now[name], name) for name in now}}
+    if isinstance(now, list):
+        return [better(*each) for each in zip(before, now, strict=True)] if len(before) == len(now) else now or before
+    if isinstance(now, str):
+        return now
+    return min(before, now) if key in _SMALLER else max(before, now)

@@ -11,7 +11,7 @@ from towpath.core.formats import Precision
 from towpath.doctor.findings import Finding, Severity
 from towpath.plan.hardware import Cluster, Hardware, Link
 from towpath.plan.model import Model
-from towpath.plan.request import BF16, Infeasible, Request
+from towpath.plan.request import BF16, Request
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 
@@ -26,57 +26,34 @@ def priced(facts: Mapping[str, Any], findings: Sequence[Finding], model: Model) 
 
     The first of the seconds is that of a cluster where nothing else is wrong.
     """
-    devices = [[d for rank in machine["ranks"] for d in rank.get("devices", [])] for machine in facts["machines"]]
-    bad = {pair for finding in findings for pair in finding.pairs}
-    carried = [
-        pair[way]["together"]
-        for pair in facts["pairs"]
-        for way in ("out", "back")
-        if tuple(pair["machines"]) not in bad and pair[way].get("together")
-    ]
-    healthy = min([*carried, *(each.repaired for each in findings if each.repaired)], default=None)
-    if healthy is None or not all(devices):
+    machines = [[device for rank in machine["ranks"] for device in rank["devices"]] for machine in facts["machines"]]
+    every = sorted((device for devices in machines for device in devices), key=lambda device: device["flops"])
+    bad = {pair for each in findings for pair in each.pairs}
+    good = [pair for pair in facts["pairs"] if tuple(pair["machines"]) not in bad]
+    rates = [pair[way]["together"] for pair in good for way in ("out", "back") if pair[way].get("together")]
+    rates += [each.repaired for each in findings if each.repaired]
+    if not (rates and all(machines)):
         return list(findings)
-    every = sorted((device for each in devices for device in each), key=lambda device: device["flops"])
-    usual = every[len(every) // 2]
-    latency = max((pair["latency"] for pair in facts["pairs"] if pair.get("latency")), default=1e-4)
-    topology = Topology(len(devices), min(map(len, devices)))
+    healthy, usual = min(rates), every[len(every) // 2]
+    latency = max((pair["latency"] for pair in facts["pairs"] if "latency" in pair), default=1e-4)
+    topology = Topology(len(machines), min(map(len, machines)))
+    precision = Precision() if usual["device"] == "cpu" else BF16
+    request = Request(topology.world, _MEMORY_BYTES, precision, checkpointing=False, exact=False)
 
     @cache
-    def step(rate: float, flops: float) -> float | None:
-        return _step_seconds(model, topology, Link(rate, latency / 2), flops, usual)
+    def step(rate: float, flops: float) -> float:
+        """Return the seconds of the fastest lossless step."""
+        link, copies = Link(rate, latency / 2), usual["copied"]
+        hardware = Hardware(topology, _INSIDE, link, memory_rate=copies, sum_rate=copies)
+        peaks = ("bfloat16", flops), ("float32", flops)
+        found = Solver(model, Cluster("measured", hardware, _MEMORY_BYTES, peaks, 1.0), request).solve(1, _SIMULATED)
+        return found.ranked[0].seconds  # pyright: ignore[reportAttributeAccessIssue]  (there is memory for everything)
 
-    base = step(healthy, usual["flops"])
-    if base is None:
-        return list(findings)
-    found: list[Finding] = []
-    for each in findings:
-        if each.severity is Severity.BLOCKS:
-            each = replace(each, seconds=(None, base))
-        elif each.rate is not None or each.flops is not None:
-            rate = healthy if each.rate is None else min(healthy, each.rate)
-            now = step(rate, min(usual["flops"], each.flops or usual["flops"])) if rate else None
-            each = replace(each, seconds=(now, base))
-        found.append(each)
-    order = list(Severity)
-    return sorted(found, key=lambda each: (order.index(each.severity), -_cost(each)))
+    def with_seconds(each: Finding) -> Finding:
+        rate, flops = min(healthy, healthy if each.rate is None else each.rate), each.flops or usual["flops"]
+        now = None if each.severity is Severity.BLOCKS or not rate else step(rate, min(flops, usual["flops"]))
+        return replace(each, seconds=(now, step(healthy, usual["flops"])))
 
-
-def _cost(finding: Finding) -> float:
-    if finding.seconds is None:
-        return 0.0
-    return float("inf") if finding.seconds[0] is None else finding.seconds[0] - finding.seconds[1]
-
-
-def _step_seconds(
-    model: Model, topology: Topology, link: Link, flops: float, device: Mapping[str, Any]
-) -> float | None:
-    """Return the seconds of the fastest lossless step of the model."""
-    on_gpu = device["device"] != "cpu"
-    hardware = Hardware(topology, _INSIDE, link, memory_rate=device["copied"], sum_rate=device["copied"])
-    peaks = (("bfloat16", flops), ("float32", flops))
-    request = Request(
-        topology.world, _MEMORY_BYTES, BF16 if on_gpu else Precision(), checkpointing=False, exact=False
-    )
-    found = Solver(model, Cluster("as measured", hardware, _MEMORY_BYTES, peaks, 1.0), request).solve(1, _SIMULATED)
-    return None if isinstance(found, Infeasible) else found.ranked[0].seconds
+    found = [each if each.severity is Severity.RISK else with_seconds(each) for each in findings]
+    cost = {id(each): each.seconds[0] or float("inf") for each in found if each.seconds}
+    return sorted(found, key=lambda each: (list(Severity).index(each.severity), -cost.get(id(each), 0.0)))

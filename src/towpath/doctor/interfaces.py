@@ -11,13 +11,12 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from towpath.daemons import start_daemon
 
 Interface = dict[str, Any]
 
@@ -28,7 +27,19 @@ _REQUEST_BYTES = 40
 _MOST_ADDRESSES = 512
 _UNKNOWN_SPEED = (0, 0xFFFF, 0xFFFFFFFF)
 # Drivers whose speed is a constant, and says nothing of a cable.
-_VIRTUAL = {"veth", "bridge", "tun", "dummy", "openvswitch", "vxlan", "virtio_net", "vmxnet3", "hv_netvsc", "ena", "gve"}
+_VIRTUAL = {
+    "veth",
+    "bridge",
+    "tun",
+    "dummy",
+    "openvswitch",
+    "vxlan",
+    "virtio_net",
+    "vmxnet3",
+    "hv_netvsc",
+    "ena",
+    "gve",
+}
 _RESOLVE_SECONDS = 4.0
 
 
@@ -127,6 +138,11 @@ def is_usable(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
+def is_loopback(address: str | None = None) -> bool:
+    """Return whether it is an address at which only its own machine is reached."""
+    return address is not None and ipaddress.ip_address(address).is_loopback
+
+
 def interface_of(address: str, found: Sequence[Interface]) -> Interface | None:
     """Return the interface that has this address."""
     return next((each for each in found if plain(address) in map(plain, each["addresses"])), None)
@@ -160,7 +176,9 @@ def resolved(name: str) -> list[str]:
             for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
                 found.append(str(entry[4][0]))
 
-    start_daemon("towpath-doctor-names", look).join(_RESOLVE_SECONDS)
+    looking = threading.Thread(target=look, name="towpath-doctor-names", daemon=True)
+    looking.start()
+    looking.join(_RESOLVE_SECONDS)
     return list(dict.fromkeys(found))
 
 
@@ -196,7 +214,8 @@ def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
     Those are: names that begin with ib, then all but docker and lo, then docker.
     """
     variable = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    names = [each["name"] for each in found]
+    # The kernel lists addresses of IPv4 before those of IPv6.
+    names = [each["name"] for each in sorted(found, key=lambda each: ":" in each["addresses"][0])]
     rules = [variable] if variable else ["ib", "^docker,lo", "docker", "lo"]
     chosen = next((name for rule in rules for name in names if _matches(name, rule)), None)
     named = next((each for each in found if each["name"] == chosen), None)

@@ -8,26 +8,23 @@ not because of its cable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 
-from towpath.doctor.findings import Finding, Severity
-from towpath.doctor.interfaces import is_usable, plain
+from towpath.doctor.findings import Finding, Severity, finding
+from towpath.doctor.interfaces import is_loopback, is_usable, plain
 
 Direction = tuple[int, int]
 
 _PAYLOAD = 0.94  # of the rate of a cable, after the headers of Ethernet, IP and TCP
-_SLOW, _SLOW_RANK, _FASTER_WAY = 0.75, 0.7, 1.4
+_SLOW, _FASTER_WAY, _SLOW_RANK, _SLOW_COPIES = 0.75, 1.4, 0.7, 0.5
 _HALF_DUPLEX = 0.7  # of what both directions carry alone, while both are in use
 # Sockets of Python reach so much of what they reach on a loopback. Faster cables are not tested to their limit.
-_OF_LOOPBACK = 0.4
+OF_LOOPBACK = 0.4
 _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
-_SLOW_COPIES = 0.5
-# By the beginning of its name, what a difference in a version does.
-_VERSIONS = {"towpath": Severity.BLOCKS, "torch": Severity.BLOCKS, "nvidia-nccl": Severity.BLOCKS, "driver": Severity.RISK}
+_VERSIONS = ("towpath", "torch", "nvidia-nccl", "driver")
 _SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 _OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
 
@@ -35,22 +32,10 @@ _OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
 def judge(facts: Mapping[str, Any]) -> list[Finding]:
     """Return what is wrong, what ends training first, and of what slows it the slowest cable first."""
     case = _Case(facts)
-    checks: Sequence[Callable[[_Case], Iterator[Finding]]] = (
-        _absent,
-        _names,
-        _unreachable,
-        _shared_addresses,
-        _packets,
-        _losses,
-        _interfaces,
-        _cables,
-        _duplex,
-        _ranks,
-        _versions,
-        _variables,
-        _clocks,
-    )
-    found = [finding for check in checks for finding in check(case)]
+    # In this order: what an earlier check explains is not looked at by later ones.
+    reachable = (_absent, _names, _unreachable, _shared_addresses)
+    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _versions, _variables, _clocks)
+    found = [each for check in checks for each in check(case)]
     order = list(Severity)
     return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
 
@@ -62,20 +47,22 @@ def per_second(rate: float) -> str:
 
 @dataclass(frozen=True)
 class _Blame:
-    """Who is behind some directions: a machine that sends, receives, or both, or else a pair of machines."""
+    """Who is behind bad directions: one machine, or else a pair, of which the sender is first."""
 
     machines: tuple[int, ...]
-    directions: frozenset[Direction]
+    ways: frozenset[Direction]
 
     @property
     def both_ways(self) -> bool:
-        """Whether directions are bad both from and to the machines."""
-        return any((b, a) in self.directions for a, b in self.directions)
+        return any((b, a) in self.ways for a, b in self.ways)
 
     @property
-    def sends(self) -> bool:
-        """Whether the first machine is the one that sends."""
-        return all(a == self.machines[0] for a, _ in self.directions)
+    def first(self) -> Direction:
+        return min(self.ways)
+
+    @property
+    def pairs(self) -> tuple[Direction, ...]:
+        return tuple(sorted({(min(way), max(way)) for way in self.ways}))
 
 
 class _Case:
@@ -84,35 +71,75 @@ class _Case:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
         self.machines: list[dict[str, Any]] = facts["machines"]
-        self.names = [machine["name"] for machine in self.machines]
+        self.names: list[str] = [machine["name"] for machine in self.machines]
         self.ways: dict[Direction, dict[str, Any]] = {}
         self.reach: dict[Direction, list[dict[str, Any]]] = {}
         for pair in facts["pairs"]:
             a, b = pair["machines"]
             self.reach[a, b], self.reach[b, a] = pair["reach"]
-            for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])):
-                if told:
-                    self.ways[way] = told
+            self.ways |= {way: told for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])) if told}
         self.explained: set[Direction] = set()  # directions that a finding has explained
         self.expected = self._expected()
 
+    # What is known of a direction -------------------------------------------------------------------------------------
+
+    def interface(self, machine: int, other: int) -> dict[str, Any]:
+        """Return the interface over which a machine reaches another one, or is reached by it."""
+        used, found = (
+            next((each for each in self.reach.get(way, []) if each["state"] == "open"), {})
+            for way in ((machine, other), (other, machine))
+        )
+        interfaces = self.machines[machine]["interfaces"]
+        for each in interfaces:
+            if each["name"] == used.get("interface") if used else found.get("address") in map(plain, each["addresses"]):
+                return each
+        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
+
     def text(self, way: Direction) -> str:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
-        ends = [self.interface(way[0], way[1]), self.interface(way[1], way[0])]
-        return " → ".join(f"{self.names[at]} {of['name']}" if of else self.names[at] for at, of in zip(way, ends))
+        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, way[::-1]))
 
-    def interface(self, machine: int, other: int) -> dict[str, Any] | None:
-        """Return the interface over which a machine reaches another one."""
-        used = next((each for each in self.reach.get((machine, other), []) if each["state"] == "open"), None)
-        if used is None:  # only the other one connects: the interface with the address that it found
-            found = next((each for each in self.reach.get((other, machine), []) if each["state"] == "open"), None)
-            return None if found is None else self.with_address(machine, found["address"])
-        return next((each for each in self.machines[machine]["interfaces"] if each["name"] == used["interface"]), None)
+    def place(self, blame: _Blame) -> str:
+        """Return the words for where directions are bad."""
+        if len(blame.machines) > 1:
+            return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
+        (machine,) = blame.machines
+        what = "" if blame.both_ways else "what it sends, " if blame.first[0] == machine else "what it receives, "
+        return f"{what}the cable of {self.names[machine]} ({self.device(blame)})"
 
-    def with_address(self, machine: int, address: str | None) -> dict[str, Any] | None:
-        """Return the interface of a machine that has an address."""
-        interfaces = self.machines[machine]["interfaces"]
-        return next((each for each in interfaces if address in map(plain, each["addresses"])), None)
+    def device(self, blame: _Blame) -> str:
+        """Return the interface of the first of those to blame."""
+        machine = blame.machines[0]
+        return self.interface(machine, next(end for end in blame.first if end != machine))["name"]
+
+    def carried(self, blame: _Blame) -> float:
+        """Return the bytes per second of the slowest direction, while both are in use."""
+        return min(self.ways[way].get("together") or 0.0 for way in blame.ways)
+
+    def limit(self, way: Direction) -> float:
+        """Return the bytes per second up to which a direction is tested."""
+        return OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
+
+    def _expected(self) -> dict[Direction, float]:
+        """Return the bytes per second that each direction should carry, as far as there is something to compare with."""
+        count = len(self.machines)
+        alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
+        ends = [[rate for way, rate in alone.items() if way[end] == at] for at in range(count) for end in (0, 1)]
+        best = sorted(max(rates, default=0.0) for rates in ends)
+        found: dict[Direction, float] = {}
+        for way in self.ways:
+            sides = [(at, self.interface(at, to)) for at, to in (way, way[::-1])]
+            speeds = [of["megabits"] for _, of in sides]
+            shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
+            usual = best[len(best) // 2]
+            if all(speeds):
+                usual = _PAYLOAD * min(speeds) * 1e6 / 8
+            elif count == 2 and all(shapers):
+                usual = max(usual, _PAYLOAD * max(shapers))
+            found[way] = min(usual, self.limit(way))
+        return found
+
+    # Who is behind it -------------------------------------------------------------------------------------------------
 
     def blame(self, bad: Collection[Direction], known: Collection[Direction] | None = None) -> list[_Blame]:
         """Return who explains bad directions: a machine if all of its directions are bad, else a pair.
@@ -131,215 +158,119 @@ class _Case:
                 if mine[machine] and mine[machine] <= left:
                     found.append(_Blame((machine,), mine[machine]))
                     left -= mine[machine]
-        for a, b in sorted({(min(way), max(way)) for way in left}):
-            ways = frozenset(way for way in left if set(way) == {a, b})
-            found.append(_Blame((a, b) if len(ways) > 1 else next(iter(ways)), ways))
+        for pair in sorted({(min(way), max(way)) for way in left}):
+            ways = frozenset(way for way in left if set(way) == set(pair))
+            found.append(_Blame(pair if len(ways) > 1 else min(ways), ways))
         return found
 
     def named(self, blame: _Blame) -> tuple[str, ...]:
-        """Return the names of who is to blame. Of two machines, it is the one that says so itself."""
-        machines = blame.machines
-        if len(machines) == 2:
-            hints = [self.hints(machine, other) for machine, other in (machines, machines[::-1])]
-            if bool(hints[0]) != bool(hints[1]):
-                machines = (machines[0],) if hints[0] else (machines[1],)
+        """Return the names of those to blame. Of a pair, it is the one that says so itself."""
+        hinting = [at for at in blame.machines if len(blame.machines) == 2 and self.hints(at, sum(blame.machines) - at)]
+        machines = hinting if len(hinting) == 1 else blame.machines
         return tuple(self.names[machine] for machine in machines)
 
     def hints(self, machine: int, other: int) -> list[str]:
-        """Return what a machine itself says that is wrong with its end of a cable."""
+        """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
-        if mine is None:
-            return []
-        name, found = f"{self.names[machine]}: {mine['name']}", list[str]()
-        if mine["megabits"] and theirs and theirs["megabits"] and mine["megabits"] < theirs["megabits"]:
-            found.append(f"{name} runs at {mine['megabits']} Mbit/s, and {theirs['name']} at {theirs['megabits']}")
-        if mine["duplex"] == "half":
-            found.append(f"{name} is at half duplex")
-        own = self.machines[machine]["shapers"].get(mine["name"])
-        its = self.machines[other]["shapers"].get(theirs["name"]) if theirs else None
-        if own and (its is None or own < _SLOW * its):
-            found.append(f"{name} has a queue that limits what it sends to {per_second(own)} (tc qdisc)")
-        if mine["wireless"] and not (theirs and theirs["wireless"]):
-            found.append(f"{name} is Wi-Fi")
-        bad = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
-        if bad and not (theirs and set(bad) & set(theirs["counters"])):
-            found.append(f"{name} counts {', '.join(f'{count} {what}' for what, count in bad.items())}")
-        return found
-
-    def evidence(self, blame: _Blame) -> list[str]:
-        """Return the rates of the directions, and what the machines say themselves."""
-        found = [
-            f"{self.text(way)}: {per_second(self.ways[way].get('alone') or 0)}, expected {per_second(self.expected[way])}"
-            for way in sorted(blame.directions)
-            if self.expected.get(way)
-        ]
-        ends = {end for way in blame.directions for end in (way, way[::-1])} if len(blame.machines) > 1 else {
-            (blame.machines[0], other) for way in blame.directions for other in way if other != blame.machines[0]
+        own, its = (self.machines[at]["shapers"].get(of["name"]) for at, of in ((machine, mine), (other, theirs)))
+        errors = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
+        found = {
+            f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
+            and mine["megabits"],
+            "is at half duplex": mine["duplex"] == "half",
+            f"has a queue that limits what it sends to {per_second(own or 0)} (tc qdisc)": own
+            and (its is None or own < _SLOW * its),
+            "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
+            f"counts {errors}": errors and not set(errors) & set(theirs["counters"]),
         }
-        return [*found, *dict.fromkeys(hint for end in sorted(ends) for hint in self.hints(*end))]
+        return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]
 
-    def limit(self, way: Direction) -> float:
-        """Return the bytes per second up to which a direction is tested."""
-        return _OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
-
-    def _expected(self) -> dict[Direction, float]:
-        """Return the bytes per second that each direction should carry, as far as there is something to compare with."""
-        alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
-        ends = range(len(self.machines))
-        best = sorted(
-            max((rate for way, rate in alone.items() if way[end] == machine), default=0.0)
-            for machine in ends
-            for end in (0, 1)
+    def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
+        """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
+        self.explained |= {way for at in blame.ways for way in (at, at[::-1])}
+        hints = dict.fromkeys(
+            hint for way in sorted(blame.ways) for end in (way, way[::-1]) for hint in self.hints(*end)
         )
-        found: dict[Direction, float] = {}
-        for way in self.ways:
-            sides = [(way[0], self.interface(*way)), (way[1], self.interface(*way[::-1]))]
-            speeds = [of["megabits"] for _, of in sides if of is not None and of["megabits"]]
-            shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides if of is not None]
-            if len(speeds) == 2:
-                rate = _PAYLOAD * min(speeds) * 1e6 / 8
-            elif len(self.machines) == 2 and len(shapers) == 2 and all(shapers):
-                rate = _PAYLOAD * max(each for each in shapers if each)
-            else:
-                rate = best[len(best) // 2]
-            found[way] = min(rate, self.limit(way))
-        return found
+        rate, repaired = self.carried(blame), more.pop("repaired", None)
+        words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
+        facts = {"pairs": blame.pairs, "rate": rate, "repaired": repaired}
+        return finding(key, self.named(blame), self.place(blame), [*evidence, *hints], facts=facts, **words)
+
+    def exports(self, machine: int, name: str | None = None) -> str:
+        """Return the line that names the interface of a machine: `name`, or that with which it is reached."""
+        others = (self.interface(machine, other)["name"] for other in range(len(self.machines)) if other != machine)
+        name = name or next((each for each in others if each != "lo"), "eth0")
+        return f"{self.names[machine]}: export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
 
 
-# Who is there ---------------------------------------------------------------------------------------------------------
+# Who reaches whom -----------------------------------------------------------------------------------------------------
 
 
 def _absent(case: _Case) -> Iterator[Finding]:
-    reasons = {
-        "refused": "it answers, but nothing listens at the port. Start the same command there, with the same hosts",
-        "silent": "it does not answer: it is off, its cable is unplugged, or a firewall drops packets",
-        "no answer from the host": "no machine with this address is in the network of this one",
-        "no route": "there is no route to it. Connect both to one network",
-    }
     for each in case.facts["absent"]:
-        yield Finding(
-            cause="absent",
-            severity=Severity.BLOCKS,
-            machines=(each["name"],),
-            where=each["name"],
-            summary=f"{each['name']} did not come",
-            evidence=(f"connecting to it from {case.names[0]}: {each['state']}",),
-            remedy=(f"{each['name']}: {reasons.get(each['state'], 'see what it printed')}",),
-        )
+        if each["state"] is None:  # a launcher has started it, so it does not reach the port of the leader
+            where = f"{each['name']} → {case.names[0]}"
+            yield finding("firewall, leader", case.names[:1], where, other=each["name"], port=case.facts["port"])
+        else:
+            yield finding("absent", [each["name"]], each["name"], state=each["state"])
     for each in case.facts["lost"]:
         of = next((m["name"] for m in case.machines if each["rank"] in [r["rank"] for r in m["ranks"]]), "?")
-        yield Finding(
-            cause="lost",
-            severity=Severity.BLOCKS,
-            machines=(of,),
-            where=f"rank {each['rank']} on {of}",
-            summary=f"rank {each['rank']} on {of} came, and then stopped answering",
-            evidence=(f"it was asked for: {each['asked']}",),
-            remedy=(f"See what it printed. If it runs, the path to {case.names[0]} breaks under load",),
-        )
-
-
-def _is_loopback(address: str | None) -> bool:
-    return address is not None and ip_address(address).is_loopback
-
-
-def _exports(case: _Case, machine: int, name: str | None = None) -> str:
-    """Return the line that names the interface of a machine: `name`, or that with which it is reached."""
-    others = (case.interface(machine, other) for other in range(len(case.machines)) if other != machine)
-    name = name or next((of["name"] for of in others if of and not of["loopback"]), "eth0")
-    return f"{case.names[machine]}: export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        yield finding("lost", [of], f"rank {each['rank']} on {of}", [f"it was asked for: {each['asked']}"])
 
 
 def _names(case: _Case) -> Iterator[Finding]:
     """Find machines whose gloo listens where no other machine reaches it, because of their name or a variable."""
-    if len(case.machines) < 2:
-        return
-    for machine, told in enumerate(case.machines):
-        name, host, gloo = case.names[machine], told["host"], told["gloo"]
-        by_name = gloo["why"].startswith("the host name")
-        stands_for = ", ".join(told["names"]) or "no address"
-        if (by_name and _is_loopback(gloo["address"])) or (told["names"] and _is_loopback(told["names"][0])):
-            yield Finding(
-                cause="hosts entry",
-                severity=Severity.BLOCKS if by_name else Severity.RISK,
-                machines=(name,),
-                where=f"/etc/hosts of {name}",
-                summary=f"{name}'s own name stands for {stands_for}, where no other machine reaches it",
-                evidence=(
-                    f"gloo listens at {gloo['address']}, by {gloo['why']}",
-                    *([] if by_name else ["torchrun with --rdzv-endpoint announces the name to the others"]),
-                ),
-                remedy=(
-                    f"{name}: sudo sed -i 's/^127\\.0\\.[01]\\.1.*{host}.*/{told['address']} {host}/' /etc/hosts",
-                    f"or {_exports(case, machine)}",
-                ),
-            )
+    for machine, told in enumerate(case.machines if len(case.machines) > 1 else ()):
+        name, gloo = case.names[machine], told["gloo"]
+        by_name = gloo["why"].startswith("the host name") and is_loopback(gloo["address"])
+        words = {"exports": case.exports(machine), "host": told["host"], "address": told["address"]}
+        if by_name or is_loopback(*told["names"][:1]):
+            key = "hosts entry" if by_name else "hosts entry, unused"
+            evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
+            names = ", ".join(told["names"]) or "no address"
+            yield finding(key, [name], f"/etc/hosts of {name}", evidence, names=names, **words)
         for library in ("gloo", "nccl") if told["on_gpus"] else ("gloo",):
             if told[library]["address"] is None:
-                there = ", ".join(each["name"] for each in told["interfaces"])
-                yield Finding(
-                    cause="variable",
-                    severity=Severity.BLOCKS,
-                    machines=(name,),
-                    where=f"{told[library]['why']} on {name}",
-                    summary=f"{told[library]['why']} names no interface of {name} with an address",
-                    evidence=(f"it has {there}",),
-                    remedy=(_exports(case, machine),),
-                )
+                there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
+                yield finding("variable", [name], f"{told[library]['why']} on {name}", [there], **words)
 
 
 def _unreachable(case: _Case) -> Iterator[Finding]:
     """Find directions in which no connection is made at all, and addresses for training that others do not reach."""
     dead = {way for way, tried in case.reach.items() if tried and all(each["state"] != "open" for each in tried)}
     for blame in case.blame(dead, case.reach):
-        way = sorted(blame.directions)[0]
-        states = Counter(each["state"] for at in blame.directions for each in case.reach[at] if each["state"] != "own")
+        way, both = blame.first, blame.both_ways and len(blame.machines) > 1
+        states = Counter(each["state"] for each in case.reach[way] if each["state"] != "own")
         state = states.most_common(1)[0][0] if states else "own"
         here = state in ("forbidden here", "no route")
-        both = blame.both_ways
-        if len(blame.machines) == 1:
-            machines = (blame.machines[0],)
-        else:  # the one that takes no connections comes first, unless the other does not even send
-            machines = way if here or both else way[::-1]
-        guilty, other = machines[0], way[0] if way[0] != machines[0] else way[1]
-        address = case.machines[way[0]]["address"]
-        how = "neither can connect to the other" if both else f"only {case.names[way[1]]} can connect to the other"
-        if here:
-            remedy = f"{case.names[guilty]}: see `ip route get {case.machines[other]['address']}`, and `ip rule`"
-        else:
-            allowed = f"sudo ufw allow from {address}`, or `sudo iptables -I INPUT -s {address} -j ACCEPT"
-            remedy = f"{case.names[guilty]}: `{allowed}`. Training needs all ports"
-        yield Finding(
-            cause="firewall",
-            severity=Severity.BLOCKS,
-            machines=tuple(case.names[machine] for machine in (machines if both or len(machines) == 1 else machines[:1])),
-            where=" and ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.directions)),
-            summary=f"{case.names[way[1]]} takes no connections of {case.names[way[0]]}: {state}; {how}",
-            evidence=tuple(f"{case.names[way[0]]} → {each['address']}: {each['state']}" for each in case.reach[way]),
-            remedy=(remedy,),
-            pairs=tuple(sorted({(min(at), max(at)) for at in blame.directions})),
+        guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
+        sender, receiver = (case.names[end] for end in way)
+        yield finding(
+            "firewall, here" if here else "firewall",
+            [case.names[machine] for machine in guilty],
+            ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways)),
+            [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]],
+            facts={"pairs": blame.pairs},
+            sender=sender,
+            receiver=receiver,
+            state=state,
+            address=case.machines[way[0]]["address"],
+            target=case.machines[way[1]]["address"],
+            how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
         )
-        case.explained |= blame.directions | {at[::-1] for at in blame.directions}
+        case.explained |= {at for each in blame.ways for at in (each, each[::-1])}
     for machine, told in enumerate(case.machines):
-        address = told["training"]["address"]
-        tried = {at[0]: case.reach[at][0] for at in case.reach if at[1] == machine and case.reach[at] and at not in dead}
-        failed = {other: each["state"] for other, each in tried.items() if each["state"] != "open"}
-        if not failed or address is None or _is_loopback(address) or "own" in failed.values():
-            continue
-        name = case.names[machine]
-        yield Finding(
-            cause="interface",
-            severity=Severity.BLOCKS,
-            machines=(name,),
-            where=f"{name} {told['training']['interface']}",
-            summary=f"training would use {address} of {name}, which others do not reach",
-            evidence=(
-                f"{name} chooses it by {told['training']['why']}",
-                *(f"{case.names[other]} → {address}: {state}" for other, state in failed.items()),
-            ),
-            remedy=(_exports(case, machine),),
-            pairs=tuple(sorted((min(machine, other), max(machine, other)) for other in failed)),
-        )
+        used, name = told["training"], case.names[machine]
+        tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
+        failed = {way: state for way, state in tried.items() if state != "open"}
+        if failed and used["address"] and not is_loopback(used["address"]) and "own" not in failed.values():
+            evidence = [
+                f"{name} chooses it by {used['why']}",
+                *(f"{case.names[a]}: {s}" for (a, _), s in failed.items()),
+            ]
+            where, facts = f"{name} {used['interface']}", {"pairs": tuple((min(way), max(way)) for way in failed)}
+            words = {"address": used["address"], "exports": case.exports(machine)}
+            yield finding("interface, unreachable", [name], where, evidence, facts=facts, **words)
 
 
 def _shared_addresses(case: _Case) -> Iterator[Finding]:
@@ -347,105 +278,45 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
     owners: dict[str, list[tuple[int, str]]] = {}
     for machine, told in enumerate(case.machines):
         for each in told["interfaces"]:
-            for address in map(plain, each["addresses"]):
-                if is_usable(address):
-                    owners.setdefault(address, []).append((machine, each["name"]))
+            for address in filter(is_usable, map(plain, each["addresses"])):
+                owners.setdefault(address, []).append((machine, each["name"]))
     for address, shared in owners.items():
-        if len({machine for machine, _ in shared}) < 2:
-            continue
-        users = [machine for machine, _ in shared if case.machines[machine]["training"]["address"] == address]
-        variables = ("GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if case.machines[0]["on_gpus"] else []))
-        named = all(case.machines[m]["environment"].get(each) for m, _ in shared for each in variables)
-        if named and not users:
-            continue
-        names = tuple(case.names[machine] for machine, _ in shared)
-        yield Finding(
-            cause="shared address",
-            severity=Severity.BLOCKS if users else Severity.RISK,
-            machines=names,
-            where=", ".join(f"{case.names[machine]} {interface}" for machine, interface in shared),
-            summary=f"{' and '.join(names)} both have the address {address}, so what is sent there never leaves them",
-            evidence=tuple(
-                f"training would use it on {case.names[machine]}, by {case.machines[machine]['training']['why']}"
-                for machine in users
+        machines = sorted({machine for machine, _ in shared})
+        told = [case.machines[machine] for machine in machines]
+        users = [each for each in told if each["training"]["address"] == address]
+        variables = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if told[0]["on_gpus"] else [])]
+        named = all(each["environment"].get(variable) for each in told for variable in variables)
+        if len(machines) > 1 and (users or not named):
+            yield finding(
+                "shared address" if users else "shared address, unused",
+                [case.names[machine] for machine in machines],
+                ", ".join(f"{case.names[machine]} {interface}" for machine, interface in shared),
+                [f"training would use it on {each['name']}, by {each['training']['why']}" for each in users],
+                address=address,
+                exports="\n".join(map(case.exports, machines)),
             )
-            or ("it is a bridge of containers, or an address that was copied; training does not choose it now",),
-            remedy=tuple(_exports(case, machine) for machine, _ in shared),
-        )
 
 
 # What paths carry -----------------------------------------------------------------------------------------------------
 
 
-def _pairs_of(blame: _Blame) -> tuple[Direction, ...]:
-    return tuple(sorted({(min(way), max(way)) for way in blame.directions}))
-
-
-def _place(case: _Case, blame: _Blame) -> str:
-    """Return the words for where directions are bad."""
-    if len(blame.machines) == 1:
-        machine = blame.machines[0]
-        other = next(end for way in blame.directions for end in way if end != machine)
-        of = case.interface(machine, other)
-        what = "" if blame.both_ways else "what it sends, " if blame.sends else "what it receives, "
-        return f"{what}the cable of {case.names[machine]}" + (f" ({of['name']})" if of else "")
-    text = case.text(sorted(blame.directions)[0])
-    return text.replace("→", "↔") if blame.both_ways else text
-
-
-def _slowest(case: _Case, blame: _Blame) -> float:
-    told = [case.ways[way] for way in blame.directions]
-    return min(each.get("together") or each.get("alone") or 0.0 for each in told)
-
-
 def _packets(case: _Case) -> Iterator[Finding]:
     """Find paths that lose large packets without a word, and MTUs that differ."""
-    holes = {
-        way
-        for way, told in case.ways.items()
-        if told.get("stalls") and (told.get("packet") is None or told["packet"] < told["mtu"])
-    }
+    stalling = [way for way, told in case.ways.items() if told.get("stalls")]
+    holes = [way for way in stalling if (case.ways[way]["packet"] or 0) < case.ways[way]["mtu"]]
     for blame in case.blame(holes):
-        way = sorted(blame.directions)[0]
-        sizes = [case.ways[at]["packet"] for at in blame.directions if case.ways[at].get("packet")]
-        mtu, passes = case.ways[way]["mtu"], min(sizes, default=None)
-        of = case.interface(*way)
-        place, device = _place(case, blame), of["name"] if of else "eth0"
-        yield Finding(
-            cause="mtu",
-            severity=Severity.BLOCKS,
-            machines=case.named(blame),
-            where=place,
-            summary=f"{place} loses packets above {passes or '?'} bytes, and the interfaces send {mtu}",
-            evidence=tuple(
-                f"{case.text(at)}: small messages pass, 96 KiB at once do not; largest packet {case.ways[at]['packet']}"
-                for at in sorted(blame.directions)
-            ),
-            remedy=(f"on all machines: sudo ip link set {device} mtu {passes or 1280}",),
-            pairs=_pairs_of(blame),
-            repaired=_slowest(case, blame) or None,
-        )
-        case.explained |= {at for way in blame.directions for at in (way, way[::-1])}
-    used = {
-        machine: of
-        for machine in range(len(case.machines))
-        for other in range(len(case.machines))
-        if other != machine and (of := case.interface(machine, other)) is not None
-    }
+        sizes = [case.ways[way]["packet"] for way in blame.ways if case.ways[way]["packet"]]
+        evidence = (f"{case.text(way)}: largest packet {case.ways[way]['packet']} bytes" for way in sorted(blame.ways))
+        words = {"passes": min(sizes, default=1280), "mtu": case.ways[blame.first]["mtu"]}
+        yield case.on_cable("mtu", blame, evidence, repaired=case.carried(blame) or None, **words)
+    used = {at: case.interface(at, to) for at, to in case.ways}
     usual = _usual([of["mtu"] for of in used.values()])
-    odd = [machine for machine, of in used.items() if of["mtu"] != usual]
-    if odd and not holes:
-        yield Finding(
-            cause="mtu",
-            severity=Severity.RISK,
-            machines=tuple(case.names[machine] for machine in odd),
-            where=", ".join(f"{case.names[machine]} {used[machine]['name']}" for machine in odd),
-            summary="the MTU of the interfaces differs: TCP adapts, and RDMA fails or hangs",
-            evidence=tuple(f"{case.names[machine]} {of['name']}: {of['mtu']} bytes" for machine, of in used.items()),
-            remedy=tuple(
-                f"{case.names[machine]}: sudo ip link set {used[machine]['name']} mtu {usual}" for machine in odd
-            ),
-        )
+    odd = [machine for machine, of in used.items() if of["mtu"] != usual and not holes]
+    if odd:
+        evidence = [f"{case.names[machine]} {of['name']}: {of['mtu']} bytes" for machine, of in sorted(used.items())]
+        where = ", ".join(f"{case.names[machine]} {used[machine]['name']}" for machine in odd)
+        names = [case.names[machine] for machine in odd]
+        yield finding("mtu, differs", names, where, evidence, device=used[odd[0]]["name"], usual=usual)
 
 
 def _usual(values: Sequence[Any]) -> Any:
@@ -455,168 +326,84 @@ def _usual(values: Sequence[Any]) -> Any:
 
 def _losses(case: _Case) -> Iterator[Finding]:
     """Find paths that lose packets while they are almost idle."""
-    bad = {
-        way
-        for way, told in case.ways.items()
-        if (told.get("loss") or 0.0) >= _LOST_SHARE and told["loss"] * told["datagrams"] >= _LOST
-    }
+    shares = {way: told.get("loss") or 0.0 for way, told in case.ways.items()}
+    bad = [
+        way for way, share in shares.items() if share >= _LOST_SHARE and share * case.ways[way]["datagrams"] >= _LOST
+    ]
+    healthy = [case.ways[way]["together"] for way in case.ways if way not in bad]
     for blame in case.blame(bad):
-        share = max(case.ways[way]["loss"] for way in blame.directions)
-        healthy = [case.ways[way]["together"] for way in case.ways if way not in bad and case.ways[way].get("together")]
-        place = _place(case, blame)
-        yield Finding(
-            cause="loss",
-            severity=Severity.SLOWS,
-            machines=case.named(blame),
-            where=place,
-            summary=f"{place} loses {share:.1%} of packets",
-            evidence=(
-                *(
-                    f"{case.text(way)}: {told['loss']:.2%} of {told['datagrams']} small datagrams lost; TCP carries "
-                    f"{per_second(told.get('alone') or 0)}"
-                    for way in sorted(blame.directions)
-                    if (told := case.ways[way])
-                ),
-                *(hint for way in blame.directions for hint in case.hints(*way)),
-            ),
-            remedy=(
-                "Replace the cable or the transceiver, or try another port of the switch; over Wi-Fi, use a cable",
-                f"{case.names[blame.machines[0]]}: `ip -s link` shows which counter of errors grows",
-            ),
-            pairs=_pairs_of(blame),
-            rate=_slowest(case, blame),
-            repaired=max(healthy, default=None),
+        evidence = (
+            f"{case.text(way)}: {shares[way]:.2%} of {case.ways[way]['datagrams']} small datagrams; TCP carries "
+            f"{per_second(case.ways[way]['alone'])}"
+            for way in sorted(blame.ways)
         )
-        case.explained |= {at for way in blame.directions for at in (way, way[::-1])}
+        share = max(shares[way] for way in blame.ways)
+        yield case.on_cable("loss", blame, evidence, repaired=max(healthy, default=None), share=share)
 
 
 def _interfaces(case: _Case) -> Iterator[Finding]:
     """Find machines that have a faster interface than the one that training uses."""
-    better: dict[int, tuple[str, str, float, float, Direction]] = {}
+    better: dict[int, tuple[Any, Any, Direction]] = {}
+    found: set[Direction] = set()
     for pair in case.facts["pairs"]:
-        for a, b in (tuple(pair["machines"]), tuple(pair["machines"][::-1])):
-            tried = [each for each in pair["ways"] if (each["from"], each["to"]) == (a, b)]
-            if not tried or (a, b) in case.explained:
+        for way in (tuple(pair["machines"]), tuple(pair["machines"][::-1])):
+            tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
+            if not tried:
                 continue
             used, best = tried[0], max(tried, key=lambda each: each["rate"])
-            if best["rate"] < _FASTER_WAY * used["rate"] or used["rate"] > case.limit((a, b)):
-                continue
-            # What is sent follows the address. So it is that of the receiver which is wrong, or else the sender's route.
-            guilty = b if best["address"] != used["address"] else a
-            of = case.with_address(b, best["address"])
-            now = case.machines[b]["training"]["interface"] if guilty == b else used["interface"]
-            name = best["interface"] if guilty == a else of["name"] if of else "?"
-            better[guilty] = (now, name, used["rate"], best["rate"], (a, b))
-            case.explained |= {(a, b), (b, a)}
-    for machine, (now, name, slow, fast, way) in better.items():
-        told, routed = case.machines[machine], machine == way[0]
-        why = "the route" if routed else told["training"]["why"]
-        yield Finding(
-            cause="interface",
-            severity=Severity.SLOWS,
-            machines=(case.names[machine],),
-            where=f"{case.names[machine]} {now}",
-            summary=f"{case.names[machine]} uses {now}, and {name} is {fast / max(slow, 1.0):.1f} times as fast",
-            evidence=(
-                f"{case.names[way[0]]} → {case.names[way[1]]}: {per_second(slow)} over {now}, {per_second(fast)} over {name}",
-                f"{now} is chosen by {why}",
-            ),
-            remedy=(
-                f"{case.names[machine]}: sudo ip route replace {case.machines[way[1]]['address']} dev {name}"
-                if routed
-                else _exports(case, machine, name),
-            ),
-            pairs=((min(way), max(way)),),
-            rate=slow,
-            repaired=fast,
+            if used["rate"] <= case.limit(way) and best["rate"] >= _FASTER_WAY * used["rate"]:
+                # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
+                better[way[best["address"] != used["address"]]] = used, best, way
+                found |= {way, way[::-1]}
+    case.explained |= found
+    for machine, (used, best, way) in better.items():
+        name, told, routed = case.names[machine], case.machines[machine], machine == way[0]
+        now = used["interface"] if routed else told["training"]["interface"]
+        there = (each for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
+        new = best["interface"] if routed else next(there)["name"]
+        rates = f"{per_second(used['rate'])} over {now}, {per_second(best['rate'])} over {new}"
+        evidence = [f"{case.names[way[0]]} → {case.names[way[1]]}: {rates}"]
+        evidence.append(f"{now} is chosen by {'the route' if routed else told['training']['why']}")
+        facts = {"pairs": ((min(way), max(way)),), "rate": used["rate"], "repaired": best["rate"]}
+        words = {"now": now, "name": new, "times": best["rate"] / max(used["rate"], 1.0)}
+        words |= {"exports": case.exports(machine, new), "target": case.machines[way[1]]["address"]}
+        yield finding(
+            "interface, route" if routed else "interface", [name], f"{name} {now}", evidence, facts=facts, **words
         )
 
 
 def _cables(case: _Case) -> Iterator[Finding]:
     """Find cables, directions and pairs that carry less than they should."""
-    alone = {way: told.get("alone") or 0.0 for way, told in case.ways.items() if way not in case.explained}
-    expected = dict(case.expected)
-    if len(case.machines) == 2 and len(alone) == 2:  # there is only the other direction
-        expected = {way: min(max(expected[way], *alone.values()), case.limit(way)) for way in alone}
-    bad = {way for way, rate in alone.items() if rate < _SLOW * expected[way]}
-    for blame in case.blame(bad):
-        two, one = len(case.machines) == 2, len(blame.machines) == 1
-        cause = "slow cable" if blame.both_ways else "asymmetric rate"
-        if not (two or one):
-            cause = "slow pair"
-        place = _place(case, blame)
-        slow, usual = min(alone[way] for way in blame.directions), min(expected[way] for way in blame.directions)
-        words = {
-            "slow cable": f"{place} carries {per_second(slow)}, and should carry {per_second(usual)}",
-            "asymmetric rate": f"{place}: {per_second(slow)}, and the other direction reaches {per_second(usual)}",
-            "slow pair": f"{place} carries {per_second(slow)}, and the same machines reach {per_second(usual)} with others",
-        }
-        names = case.named(blame)
-        case.expected = expected
-        yield Finding(
-            cause=cause,
-            severity=Severity.SLOWS,
-            machines=names,
-            where=place,
-            summary=words[cause],
-            evidence=tuple(case.evidence(blame)),
-            remedy=tuple(_cable_remedies(case, blame, cause)),
-            pairs=_pairs_of(blame),
-            rate=_slowest(case, blame),
-            repaired=usual,
+    alone = {way: told["alone"] for way, told in case.ways.items() if way not in case.explained}
+    expected = case.expected
+    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * expected[way]]):
+        key = "slow cable" if blame.both_ways else "asymmetric rate"
+        if len(case.machines) > 2 and len(blame.machines) > 1:
+            key = "slow pair"
+        usual = min(expected[way] for way in blame.ways)
+        evidence = (
+            f"{case.text(way)}: {per_second(alone[way])}, expected {per_second(expected[way])}"
+            for way in sorted(blame.ways)
         )
-        case.explained |= {at for way in blame.directions for at in (way, way[::-1])}
-
-
-def _cable_remedies(case: _Case, blame: _Blame, cause: str) -> Iterator[str]:
-    for machine in blame.machines:
-        other = next(end for way in blame.directions for end in way if end != machine)
-        of = case.interface(machine, other)
-        if of is None:
-            continue
-        if case.machines[machine]["shapers"].get(of["name"]) and any("queue" in h for h in case.hints(machine, other)):
-            yield f"{case.names[machine]}: sudo tc qdisc del dev {of['name']} root"
-        yield f"{case.names[machine]}: `ethtool {of['name']}` shows the speed and duplex that were agreed on"
-    if cause == "slow pair":
-        yield "Others of these machines are fast, so look between the two: the ports of the switch, an uplink, a route"
-    else:
-        yield "Try another cable (category 5e or better for 1 Gbit/s), another port of the switch, another adapter"
+        words = {"slow": per_second(min(alone[way] for way in blame.ways)), "usual": per_second(usual)}
+        yield case.on_cable(key, blame, evidence, repaired=usual, **words)
 
 
 def _duplex(case: _Case) -> Iterator[Finding]:
     """Find pairs whose directions share what one of them carries alone."""
     bad: set[Direction] = set()
-    for a, b in {(min(way), max(way)) for way in case.ways}:
-        both = [case.ways.get(way, {}) for way in ((a, b), (b, a))]
-        alone, together = (sum(each.get(kind) or 0.0 for each in both) for kind in ("alone", "together"))
-        tested = alone < 2 * case.limit((a, b))
-        if not {(a, b), (b, a)} & case.explained and tested and together < _HALF_DUPLEX * alone:
-            bad |= {(a, b), (b, a)}
+    for way in case.ways.keys() - case.explained:
+        both = [case.ways[way], case.ways.get(way[::-1], case.ways[way])]
+        alone, together = (sum(each[kind] for each in both) for kind in ("alone", "together"))
+        if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
+            bad.add(way)
     for blame in case.blame(bad):
-        place = _place(case, blame)
-        one = min(case.ways[way]["alone"] for way in blame.directions)
-        yield Finding(
-            cause="half duplex",
-            severity=Severity.SLOWS,
-            machines=case.named(blame),
-            where=place,
-            summary=f"{place} carries no more in both directions together than in one of them",
-            evidence=(
-                *(
-                    f"{case.text(way)}: {per_second(case.ways[way]['alone'])} alone, "
-                    f"{per_second(case.ways[way]['together'])} with the other direction"
-                    for way in sorted(blame.directions)
-                ),
-                *dict.fromkeys(hint for way in sorted(blame.directions) for hint in case.hints(*way)),
-            ),
-            remedy=(
-                "Set both ends to automatic negotiation: sudo ethtool -s INTERFACE autoneg on, and the switch too",
-                "Wi-Fi and hubs are half duplex by nature: use a cable and a switch",
-            ),
-            pairs=_pairs_of(blame),
-            rate=_slowest(case, blame),
-            repaired=one,
+        told = {way: case.ways[way] for way in sorted(blame.ways)}
+        evidence = (
+            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other direction"
+            for way, each in told.items()
         )
+        yield case.on_cable("half duplex", blame, evidence, repaired=min(each["alone"] for each in told.values()))
 
 
 # Machines and ranks ---------------------------------------------------------------------------------------------------
@@ -624,112 +411,62 @@ def _duplex(case: _Case) -> Iterator[Finding]:
 
 def _ranks(case: _Case) -> Iterator[Finding]:
     """Find ranks that compute or copy slower than the others."""
-    ranks = [
-        (machine, rank["rank"], device)
-        for machine, told in enumerate(case.machines)
-        for rank in told["ranks"]
-        for device in rank.get("devices", [])
-    ]
-    for machine, told in enumerate(case.machines):
-        if mute := [rank["rank"] for rank in told["ranks"] if not rank.get("devices")]:
-            yield Finding(
-                cause="torch",
-                severity=Severity.BLOCKS,
-                machines=(case.names[machine],),
-                where=f"rank {mute[0]} on {case.names[machine]}",
-                summary=f"rank {mute[0]} on {case.names[machine]} did not compute",
-                remedy=(f"{case.names[machine]}: python -c 'import torch; print(torch.ones(1) + 1)'",),
-            )
-    if len(ranks) < 2:
-        return
-    usual = {key: sorted(device[key] for *_, device in ranks)[len(ranks) // 2] for key in ("flops", "copied")}
-    slow = [
-        (machine, rank, device)
-        for machine, rank, device in ranks
-        if device["flops"] < _SLOW_RANK * usual["flops"] or device["copied"] < _SLOW_COPIES * usual["copied"]
-    ]
-    for machine in sorted({machine for machine, *_ in slow}):
-        mine, told = [each for each in slow if each[0] == machine], case.machines[machine]
-        numbers = ", ".join(str(rank) for _, rank, _ in mine)
-        flops = min(device["flops"] for *_, device in mine)
-        copied = min(device["copied"] for *_, device in mine)
-        yield Finding(
-            cause="slow rank",
-            severity=Severity.SLOWS,
-            machines=(case.names[machine],),
-            where=f"rank {numbers} on {case.names[machine]}",
-            summary=f"rank {numbers} on {case.names[machine]} computes at {flops / usual['flops']:.0%} of the others",
-            evidence=(
-                f"{flops / 1e9:.4g} GFLOP/s, others {usual['flops'] / 1e9:.4g}; copies {copied / 1e9:.3g} GB/s, others "
-                f"{usual['copied'] / 1e9:.3g}",
-                f"{mine[0][2]['device']}, {mine[0][2]['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
-            ),
-            remedy=(
-                f"{case.names[machine]}: `top` (or `nvidia-smi`) shows other programs, heat and a limit of power",
-                f"{case.names[machine]}: OMP_NUM_THREADS, and the limits of its container (cpu.max), as on the others",
-            ),
-            flops=flops,
-        )
+    ranks = [(m, rank["rank"], rank.get("devices") or []) for m in case.machines for rank in m["ranks"]]
+    every = [device for *_, devices in ranks for device in devices]
+    usual = {key: sorted(each[key] for each in every)[len(every) // 2] for key in ("flops", "copied") if every}
+    slow: dict[str, list[tuple[int, Any]]] = {}
+    for machine, rank, devices in ranks:
+        name = machine["name"]
+        if not devices:
+            yield finding("torch", [name], f"rank {rank} on {name}")
+        for each in devices:
+            if each["flops"] < _SLOW_RANK * usual["flops"] or each["copied"] < _SLOW_COPIES * usual["copied"]:
+                slow.setdefault(name, []).append((rank, each))
+    for name, found in slow.items():
+        told = case.machines[case.names.index(name)]
+        worst = min((each for _, each in found), key=lambda each: each["flops"])
+        evidence = [
+            f"{worst['flops'] / 1e9:.4g} GFLOP/s, others {usual['flops'] / 1e9:.4g}; copies {worst['copied'] / 1e9:.3g} "
+            f"GB/s, others {usual['copied'] / 1e9:.3g}",
+            f"{worst['device']}, {worst['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
+        ]
+        where, share = f"rank {', '.join(str(rank) for rank, _ in found)} on {name}", worst["flops"] / usual["flops"]
+        yield finding("slow rank", [name], where, evidence, facts={"flops": worst["flops"]}, share=share)
 
 
-def _odd(case: _Case, values: Mapping[int, Any]) -> tuple[str, ...]:
-    """Return the machines that differ from most, or from the first if there is no majority."""
-    usual = _usual(list(values.values()))
-    return tuple(case.names[machine] for machine, value in values.items() if value != usual)
-
-
-def _imported(machine: Mapping[str, Any]) -> dict[str, str]:
-    found = sorted({rank["torch"] for rank in machine["ranks"] if rank.get("torch")})
-    return {"torch, imported": ", ".join(found)} if found else {}
+def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
+    """Yield what differs between machines: its name, the machines that differ from most, all values, the first value."""
+    for name in sorted({name for each in told for name in each}, key=lambda name: (name.count(","), name)):
+        values = [each.get(name) for each in told]
+        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]
+        if odd:
+            lines = [f"{machine}: {value or 'not there'}" for machine, value in zip(case.names, values, strict=True)]
+            yield name, odd, lines, values[0]
 
 
 def _versions(case: _Case) -> Iterator[Finding]:
-    told = [machine["versions"] | _imported(machine) for machine in case.machines]
+    imported = [{rank["torch"] for rank in machine["ranks"] if rank.get("torch")} for machine in case.machines]
+    told = [
+        machine["versions"] | ({"torch, imported": ", ".join(sorted(found))} if found else {})
+        for machine, found in zip(case.machines, imported, strict=True)
+    ]
     seen: set[tuple[str, ...]] = set()
-    for package in sorted({package for each in told for package in each}, key=lambda name: (name.count(","), name)):
-        severity = next((of for name, of in _VERSIONS.items() if package.startswith(name)), None)
-        values = {machine: each.get(package) for machine, each in enumerate(told)}
-        if severity is None or len(set(values.values())) < 2 or (odd := (package[:5], *_odd(case, values))) in seen:
-            continue
-        seen.add(odd)
-        yield Finding(
-            cause="version",
-            severity=severity,
-            machines=odd[1:],
-            where=f"{package} on {', '.join(odd[1:])}",
-            summary=f"{', '.join(odd[1:])} has another version of {package} than the others",
-            evidence=tuple(f"{case.names[machine]}: {version}" for machine, version in values.items()),
-            remedy=(f"Install one version on all machines: pip install '{package.split(',')[0]}=={values[0]}'",),
-        )
+    for package, odd, lines, first in _differing(case, told):
+        name = package.partition(",")[0]
+        if package.startswith(_VERSIONS) and (name, *odd) not in seen:
+            seen.add((name, *odd))
+            key = "version, driver" if name == "driver" else "version"
+            yield finding(key, odd, f"{package} on {', '.join(odd)}", lines, package=package, name=name, version=first)
 
 
 def _variables(case: _Case) -> Iterator[Finding]:
-    told = [machine["environment"] for machine in case.machines]
-    for name in sorted({name for each in told for name in each}):
-        values = {machine: each.get(name) for machine, each in enumerate(told)}
-        own = any(word in name for word in _OWN_VARIABLES) and None not in values.values()
-        if not name.startswith(_SHARED_VARIABLES) or own or len(set(values.values())) < 2:
-            continue
-        odd = _odd(case, values)
-        yield Finding(
-            cause="environment",
-            severity=Severity.RISK,
-            machines=odd,
-            where=f"{name} on {', '.join(odd)}",
-            summary=f"{name} is not the same on all machines",
-            evidence=tuple(f"{case.names[machine]}: {value or 'not set'}" for machine, value in values.items()),
-            remedy=(f"Set {name} to the same value on all machines, or on none",),
-        )
+    for name, odd, lines, _ in _differing(case, [machine["environment"] for machine in case.machines]):
+        of_machine = any(word in name for word in _OWN_VARIABLES) and not any("not there" in line for line in lines)
+        if name.startswith(_SHARED_VARIABLES) and not of_machine:
+            yield finding("environment", odd, f"{name} on {', '.join(odd)}", lines, name=name)
 
 
 def _clocks(case: _Case) -> Iterator[Finding]:
     for machine in case.machines:
         if abs(machine["clock"]) > _CLOCK_SECONDS:
-            yield Finding(
-                cause="clock",
-                severity=Severity.RISK,
-                machines=(machine["name"],),
-                where=f"the clock of {machine['name']}",
-                summary=f"the clock of {machine['name']} is {machine['clock']:+.1f} s from that of {case.names[0]}",
-                remedy=(f"{machine['name']}: sudo timedatectl set-ntp true",),
-            )
+            yield finding("clock", [machine["name"]], f"the clock of {machine['name']}", ahead=machine["clock"])

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -19,16 +18,15 @@ from towpath.doctor.interfaces import Interface, gloo_choice, interfaces, nccl_c
 from towpath.version import __version__
 
 _PACKAGES = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH|TP|UCX|OMP|MKL|CUDA|HIP)_\w+")
-_PRIVATE = re.compile(r"TORCHELASTIC_\w+|TORCHINDUCTOR_\w+|TORCH_(HOME|EXTENSIONS_DIR)|\w*_(HOME|ROOT|PATH|FILE)")
-_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
-_PCI, _INFINIBAND = Path("/sys/bus/pci/devices"), Path("/sys/class/infiniband")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|UCX|OMP|MKL|CUDA)_\w+")
 
 
-def machine_facts(on_gpus: bool) -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Return what this machine says of itself, as JSON."""
     found = interfaces()
     gloo, nccl = gloo_choice(found), nccl_choice(found)
+    on_gpus = _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
     return {
         "interfaces": found,
         "gloo": gloo,
@@ -37,21 +35,12 @@ def machine_facts(on_gpus: bool) -> dict[str, Any]:
         "on_gpus": on_gpus,
         "names": resolved(socket.gethostname()),
         "versions": _versions(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if _VARIABLES.fullmatch(name) and not _PRIVATE.fullmatch(name)
-        },
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)},
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg()[0],
         "shapers": _shapers(),
-        "notes": [*_adapters(found), *_infiniband()],
+        "notes": [*_adapters(found)],
     }
-
-
-def has_gpus() -> bool:
-    """Return whether the kernel knows GPUs of NVIDIA, and the environment does not hide them. It needs no torch."""
-    return Path("/proc/driver/nvidia/version").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
 
 
 def _versions() -> dict[str, str]:
@@ -59,21 +48,19 @@ def _versions() -> dict[str, str]:
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-    with suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text):
-            found["driver"] = driver[0]
+    if driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _word(_DRIVER) or ""):
+        found["driver"] = driver[0]
     return found
 
 
 def _shapers() -> dict[str, float]:
     """Return the bytes per second to which a queue of this machine limits an interface, as far as `tc` tells."""
-    if shutil.which("tc") is None:
-        return {}
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
         done = subprocess.run(["tc", "-j", "qdisc", "show"], capture_output=True, text=True, timeout=5, check=False)
-        rows = [row for row in json.loads(done.stdout or "[]") if isinstance(row.get("options"), dict)]
-        return {row["dev"]: row["options"]["rate"] for row in rows if isinstance(row["options"].get("rate"), int)}
+        options = {row["dev"]: row.get("options") for row in json.loads(done.stdout or "[]")}
+        return {
+            name: of["rate"] for name, of in options.items() if isinstance(of, dict) and isinstance(of.get("rate"), int)
+        }
     return {}
 
 
@@ -81,46 +68,32 @@ def _shapers() -> dict[str, float]:
 
 
 def _adapters(found: Sequence[Interface]) -> Iterator[str]:
-    """Yield what NUMA nodes and the IOMMU may do to GPUs of this machine."""
-    gpus = {path.name: _word(path / "numa_node") for path in _gpus()}
-    if not gpus:
-        return
+    """Yield what NUMA nodes, the IOMMU and addresses for RDMA may do."""
+    pci = [path for path in _listed("/sys/bus/pci/devices") if _word(path / "vendor") == "0x10de"]
+    gpus = [_word(path / "numa_node") for path in pci if (_word(path / "class") or "").startswith("0x03")]
     for interface in found:
-        node = _word(Path("/sys/class/net", interface["name"], "device", "numa_node"))
-        if far := [name for name, its in gpus.items() if node not in (None, "-1", its)]:
+        node = _word(Path("/sys/class/net", interface["name"], "device/numa_node"))
+        if far := sum(node not in (None, "-1", its) for its in gpus):
             yield (
-                f"{interface['name']} is on NUMA node {node}, and {len(far)} of {len(gpus)} GPUs are not. "
-                "Symptom: these reach about half the rate. Bind ranks to the node of their GPU (numactl)."
+                f"{interface['name']} is on NUMA node {node}, and {far} of {len(gpus)} GPUs are not. Symptom: these reach "
+                "about half the rate. Bind ranks to the node of their GPU (numactl)."
             )
-    if groups := len(_listed(Path("/sys/kernel/iommu_groups"))):
+    if gpus and (groups := len(_listed("/sys/kernel/iommu_groups"))):
         yield (
             f"The IOMMU is on ({groups} groups). Symptom with ACS: GPUs of a machine exchange data at a fraction of "
             "PCIe's rate, or hang. `sudo lspci -vvv | grep ACSCtl` must show no SrcValid+ at bridges."
         )
+    for adapter in _listed("/sys/class/infiniband"):
+        kinds = {path.name: kind for path in _listed(adapter / "ports/1/gid_attrs/types") if (kind := _word(path))}
+        yield (
+            f"{adapter.name} has the GIDs {kinds}. Symptom of a wrong one: NCCL fails in ibv_modify_qp, or times out. "
+            "NCCL_IB_GID_INDEX chooses it; take one of RoCE v2."
+        )
 
 
-def _gpus() -> Iterator[Path]:
-    for path in _listed(_PCI):
-        if _word(path / "vendor") == _NVIDIA and (_word(path / "class") or "").startswith(_DISPLAYS):
-            yield path
-
-
-def _infiniband() -> Iterator[str]:
-    """Yield the kinds of addresses (GIDs) of adapters for RDMA."""
-    for adapter in _listed(_INFINIBAND):
-        types = adapter / "ports" / "1" / "gid_attrs" / "types"
-        kinds = {entry.name: word for entry in _listed(types) if (word := _word(entry)) is not None}
-        if kinds:
-            first = next((index for index, kind in sorted(kinds.items()) if "v2" in kind), None)
-            yield (
-                f"{adapter.name} has {len(kinds)} GIDs; the first for RoCE v2 is {first}. Symptom of a wrong one: NCCL "
-                f"fails in ibv_modify_qp, or times out. NCCL_IB_GID_INDEX={first or 0} chooses it."
-            )
-
-
-def _listed(folder: Path) -> list[Path]:
+def _listed(folder: str | Path) -> list[Path]:
     with suppress(OSError):
-        return sorted(folder.iterdir())
+        return sorted(Path(folder).iterdir())
     return []
 
 

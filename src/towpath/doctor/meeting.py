@@ -1,14 +1,15 @@
 """How the processes of an examination find one another, and how the first of them asks the others.
 
-There is no process group. A launcher's processes take the address of its store, and machines without a launcher a list
-of hosts. The first process leads: it asks, and the others answer. If one of the two cannot connect to the other, the
-other way round is as good, so a firewall on one side does not end the examination. Segments are short, because a path
-may lose long ones. Whoever does not come in time is left out.
+There is no process group. A launcher's processes take the address of its first machine, and machines without a launcher a
+list of hosts. The first process leads: it asks, and the others answer. With a list, each of the two sides tries to connect
+to the other, so a firewall on one side does not end the examination. Segments are short, because a path may lose long
+ones. Whoever does not come in time is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -17,12 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from towpath.daemons import start_daemon
-from towpath.doctor.findings import Finding, Severity
+from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import family_of, interface_of, interfaces, is_usable, resolved, source_towards
 from towpath.doctor.paths import state_of
 from towpath.errors import ConfigError
@@ -30,14 +29,17 @@ from towpath.errors import ConfigError
 PORT = 29511
 
 Perform = Callable[[Any], Any]
-Result = TypeVar("Result")
 
 _LENGTH = struct.Struct("!I")
-_SEGMENT_BYTES = 500
-_MOST_BYTES = 1 << 26
+_SEGMENT_BYTES, _MOST_BYTES = 500, 1 << 26
 _CONNECT_SECONDS, _GREET_SECONDS, _PAUSE_SECONDS = 2.0, 5.0, 0.2
-_REVERSE_SECONDS = 3.0  # how long the leader waits for the others before it tries to connect to them
 _SILENT_SECONDS = 90.0  # no question takes longer
+_KEY = "towpath/doctor/"
+
+
+def is_launched() -> bool:
+    """Return whether a launcher has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Place:
         number: Its number. 0 leads.
         world: How many take part.
         leader: The host name or address of the leader.
-        port: The port at which the leader listens. 0: any, which the launcher's store tells the others.
+        port: The port at which the leader listens, and with `hosts` all others, too.
         hosts: The addresses of all, if there is no launcher.
         local: Its number on its machine.
         machine: A name of its machine that is no other machine's.
@@ -62,22 +64,20 @@ class Place:
     hosts: tuple[str, ...] = ()
     local: int = 0
     machine: str = ""
-    key: str = ""
+    key: str = _KEY
 
     @staticmethod
-    def of_launcher() -> Place:
+    def of_launcher(port: int) -> Place:
         """Return the place that the launcher gave this process in its environment."""
-        world, number = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        leader, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        run = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+        leader, rank = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["RANK"])
         return Place(
-            number=number,
-            world=world,
+            number=rank,
+            world=int(os.environ["WORLD_SIZE"]),
             leader=leader,
-            port=0 if _has_store() else port,
+            port=port,
             local=int(os.environ.get("LOCAL_RANK", "0")),
             machine=os.environ.get("GROUP_RANK") or socket.gethostname(),
-            key="/".join(["towpath/doctor", leader, str(port), *run]),
+            key=f"{_KEY}{leader}:{os.environ.get('MASTER_PORT')} of {os.environ['WORLD_SIZE']}",
         )
 
     @staticmethod
@@ -87,47 +87,28 @@ class Place:
         Raises:
             ConfigError: None of them is this machine, or several are.
         """
-        stand_for = {host: resolved(host) for host in hosts}
-        own = interfaces()
-        mine = [
-            number
-            for number, host in enumerate(hosts)
-            if host == socket.gethostname() or any(interface_of(each, own) is not None for each in stand_for[host])
-        ]
-        if len(mine) != 1 or len(set(hosts)) < len(hosts):
+        found, own = {host: resolved(host) for host in hosts}, interfaces()
+        here = [host == socket.gethostname() or any(interface_of(a, own) for a in found[host]) for host in hosts]
+        if sum(here) != 1 or len(set(hosts)) < len(hosts):
             there = ", ".join(address for each in own for address in each["addresses"])
-            told = "; ".join(f"{host} is {', '.join(found) or 'unknown'}" for host, found in stand_for.items())
+            told = "; ".join(f"{host} is {', '.join(addresses) or 'unknown'}" for host, addresses in found.items())
             raise ConfigError(
-                f"--hosts: expected one address of this machine and one of each other; {len(mine)} are of this "
+                f"--hosts: expected one address of this machine and one of each other; {sum(here)} are of this "
                 f"machine, which has {there}. Here {told}. Give the same addresses on all machines."
             )
-        number = mine[0]
+        number, key = here.index(True), _KEY + ",".join(hosts)
         return Place(
-            number=number,
-            world=len(hosts),
-            leader=hosts[0],
-            port=port,
-            hosts=hosts,
-            machine=str(number),
-            key="/".join(["towpath/doctor", *hosts]),
+            number=number, world=len(hosts), leader=hosts[0], port=port, hosts=hosts, machine=str(number), key=key
         )
 
 
-def _has_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-@dataclass
 class Link:
     """A connection between the leader and another process, for values of JSON."""
 
-    connection: socket.socket
-    hello: Any = None
-    address: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.address = str(self.connection.getpeername()[0]).removeprefix("::ffff:")
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.here, self.there = (str(end[0]) for end in (connection.getsockname(), connection.getpeername()))
 
     def send(self, value: Any, seconds: float = _GREET_SECONDS) -> None:
         """Send a value, in pieces that are segments of their own."""
@@ -137,15 +118,14 @@ class Link:
         for at in range(0, len(data), _SEGMENT_BYTES):
             self.connection.sendall(data[at : at + _SEGMENT_BYTES])
 
-    def receive(self, until: float) -> Any:
+    def receive(self, seconds: float) -> Any:
         """Return the next value, or raise OSError if it does not come in time."""
+        until = time.monotonic() + seconds
         count = _LENGTH.unpack(self._exactly(_LENGTH.size, until))[0]
-        if count > _MOST_BYTES:
-            raise ConnectionError("something else answers")
-        try:
-            return json.loads(self._exactly(count, until))
-        except ValueError:
-            raise ConnectionError("something else answers") from None
+        if count <= _MOST_BYTES:
+            with contextlib.suppress(ValueError):
+                return json.loads(self._exactly(count, until))
+        raise ConnectionError("something else answers")
 
     def _exactly(self, count: int, until: float) -> bytes:
         data = bytearray()
@@ -157,78 +137,52 @@ class Link:
         return bytes(data)
 
 
-def _connected(host: str, port: int) -> Link:
-    """Connect to a host at all its addresses in turn. Segments are short in both directions."""
-    error: OSError = ConnectionRefusedError()
+def _connected(host: str, port: int) -> socket.socket:
+    """Connect to a host, at all its addresses in turn. Segments are short in both directions."""
+    error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
         connection = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             connection.settimeout(_CONNECT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
             connection.connect((address, port))
-            return Link(connection)
+            return connection
         except OSError as found:
             connection.close()
             error = found
     raise error
 
 
-def _listener(place: Place, port: int) -> socket.socket:
-    addresses = resolved(place.leader)
-    family = family_of(addresses[0]) if addresses else socket.AF_INET
-    try:
-        listener = socket.create_server(("", port), family=family, backlog=place.world)
-    except OSError as error:
-        raise ConfigError(
-            f"port {port} of this machine cannot be used ({error.strerror}). Another program listens there: end it, or "
-            "pass another port on all machines (--port, or torchrun --master-port)."
-        ) from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
-    return listener
+class _Listener:
+    """Calls a function with each connection that comes, in a thread of its own, until it is closed."""
 
-
-def within(seconds: float, work: Callable[[], Result]) -> Result:
-    """Return what a call returns that may block for long. Raise TimeoutError if it takes longer than this."""
-    results: list[Result] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
+    def __init__(self, place: Place, greet: Callable[[socket.socket], None]) -> None:
+        family = family_of((resolved(place.leader) or ["0.0.0.0"])[0])
+        self._greet = greet
         try:
-            results.append(work())
-        except Exception as error:
-            errors.append(error)
+            self._socket = socket.create_server(("", place.port), family=family, backlog=place.world)
+        except OSError as error:
+            raise ConfigError(
+                f"port {place.port} of this machine cannot be used ({error.strerror}). End the program that listens "
+                "there, or pass another --port on all machines."
+            ) from None
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        _in_background(self._accept)
 
-    start_daemon("towpath-doctor-within", run).join(seconds)
-    if results:
-        return results[0]
-    raise TimeoutError(str(errors[0]) if errors else "no answer")
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # until it is closed
+            while True:
+                _in_background(self._greet, self._socket.accept()[0])
 
-
-class _Store:
-    """The launcher's store, in which processes write where they listen. The values fit into the shortest packet."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._store: Any = within(_GREET_SECONDS, self._connect)
-
-    def _connect(self) -> Any:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return TCPStore(host, port, is_master=False, timeout=timedelta(minutes=5))
-
-    def write(self, address: str, port: int) -> None:
-        """Write where this process listens."""
-        within(_GREET_SECONDS, lambda: self._store.set(f"{self._place.key}/{self._place.number}", f"{address} {port}"))
-
-    def read(self, number: int, seconds: float) -> tuple[str, int]:
-        """Return where another process listens, once it has written that."""
-        text: bytes = within(seconds, lambda: self._store.get(f"{self._place.key}/{number}"))
-        address, port = text.decode().split()
-        return address, int(port)
+    def close(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts
+        self._socket.close()
 
 
-# The leader -----------------------------------------------------------------------------------------------------------
+def _in_background(work: Callable[..., object], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, name="towpath-doctor-meets", daemon=True).start()
 
 
 class Leader:
@@ -238,51 +192,27 @@ class Leader:
         self.place, self._perform = place, perform
         self.links: dict[int, Link] = {}
         self.hellos: dict[int, Any] = {0: hello}
-        self.states: dict[int, str] = {}  # of those that did not come: how it ended to connect to them
-        self.lost: dict[int, str] = {}  # of those that came, and did not answer: the question
+        # Of those that did not come, how it ended to connect to them; and of those that do not answer, the question.
+        self.states: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._store = _Store(place) if place.port == 0 else None
-        self._listener = _listener(place, place.port)
-        if self._store is not None:
-            self._store.write(place.leader, self._listener.getsockname()[1])
-        start_daemon("towpath-doctor-meets", self._accept)
+        self._listener = _Listener(place, self._greet)
 
     def gather(self, seconds: float, say: Callable[[str], object]) -> None:
         """Wait until all have come, or the time is over."""
-        began = time.monotonic()
-        dialing: set[int] = set()
+        until = time.monotonic() + seconds
+        for number in range(1, len(self.place.hosts)):
+            _in_background(self._dial, number, until)
         with self._changed:
-            while len(self.links) < self.place.world - 1 and (left := began + seconds - time.monotonic()) > 0:
-                missing = [n for n in range(1, self.place.world) if n not in self.links]
-                say(f"waiting for {len(missing)} of {self.place.world} ({self._name(missing[0])}, …)")
-                if time.monotonic() - began > _REVERSE_SECONDS:
-                    for number in set(missing) - dialing:
-                        start_daemon("towpath-doctor-dials", lambda n=number: self._dial(n, began + seconds))
-                        dialing.add(number)
+            while len(self.links) < self.place.world - 1 and (left := until - time.monotonic()) > 0:
+                say(f"waiting for {self.place.world - 1 - len(self.links)} of {self.place.world} processes")
                 self._changed.wait(min(left, 1.0))
         self._listener.close()
-
-    def _name(self, number: int) -> str:
-        return self.place.hosts[number] if self.place.hosts else f"rank {number}"
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _dial(self, number: int, until: float) -> None:
         while time.monotonic() < until and number not in self.links:
             try:
-                if self.place.hosts:
-                    host, port = self.place.hosts[number], self.place.port
-                elif self._store is not None:
-                    host, port = self._store.read(number, until - time.monotonic())
-                else:
-                    return
-                self._greet(_connected(host, port).connection)
+                self._greet(_connected(self.place.hosts[number], self.place.port))
             except OSError as error:
                 self.states[number] = state_of(error)
             time.sleep(_PAUSE_SECONDS)
@@ -291,18 +221,16 @@ class Leader:
         """Welcome the process at the other end, if it belongs here and has no connection yet."""
         try:
             link = Link(connection)
-            link.hello = hello = link.receive(time.monotonic() + _GREET_SECONDS)
-            if not isinstance(hello, dict) or hello.get("key") != self.place.key:
-                link.send({"refused": f"the leader examines {self.place.key.removeprefix('towpath/doctor/')}"})
-                return
-            number = hello["number"]
+            hello = link.receive(_GREET_SECONDS)
+            if hello["key"] != self.place.key:
+                link.send({"refused": self.place.key.removeprefix(_KEY)})
             with self._changed:
-                if number not in self.links:
+                if hello["key"] == self.place.key and hello["number"] not in self.links:
                     link.send({"welcome": True})
-                    self.links[number], self.hellos[number] = link, hello
+                    self.links[hello["number"]], self.hellos[hello["number"]] = link, hello
                     self._changed.notify()
                     return
-        except (OSError, KeyError):
+        except (OSError, KeyError, TypeError):
             pass
         connection.close()
 
@@ -311,16 +239,14 @@ class Leader:
 
         One that does not answer is lost, and is not asked again.
         """
-        until = time.monotonic() + seconds
+        until, answers = time.monotonic() + seconds, dict[int, Any]()
         with ThreadPoolExecutor(1) as own:
             mine = own.submit(self._perform, questions[0]) if 0 in questions else None
-            answers: dict[int, Any] = {}
-            asked = [number for number in questions if number in self.links]
             for receives in (False, True):
-                for number in [each for each in asked if each in self.links]:
+                for number in [each for each in questions if each in self.links]:
                     try:
                         if receives:
-                            answers[number] = self.links[number].receive(until)
+                            answers[number] = self.links[number].receive(until - time.monotonic())
                         else:
                             self.links[number].send(questions[number])
                     except OSError:
@@ -337,9 +263,6 @@ class Leader:
                 link.send({"do": "end", "text": text, "status": status})
 
 
-# The others -----------------------------------------------------------------------------------------------------------
-
-
 def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[str, int]:
     """Find the leader, and answer its questions until it dismisses this process.
 
@@ -349,109 +272,87 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
     Raises:
         OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
     """
-    link = _Seeker(place, {"key": place.key, "number": place.number, **hello}).find(time.monotonic() + seconds)
+    link = _find(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds)
     while True:
-        question = link.receive(time.monotonic() + _SILENT_SECONDS)
+        question = link.receive(_SILENT_SECONDS)
         if question["do"] == "end":
             return question["text"], question["status"]
         link.send(perform(question), _SILENT_SECONDS)
 
 
-class _Seeker:
-    """Looks for the leader in two ways at once: it connects to it, and lets it connect."""
+def _find(place: Place, hello: Any, until: float) -> Link:
+    """Return a connection over which the leader has welcomed this process, whichever of the two made it."""
+    found: list[Link] = []
+    refused: list[str] = []
+    lock = threading.Lock()
 
-    def __init__(self, place: Place, hello: Any) -> None:
-        self._place, self._hello = place, hello
-        self._found: list[Link] = []
-        self._refused = ""
-        self._lock = threading.Lock()
-        self._store = _Store(place) if place.port == 0 else None
-        self._listener = _listener(place, place.port if place.hosts else 0)
-        start_daemon("towpath-doctor-meets", self._accept)
-
-    def find(self, until: float) -> Link:
-        """Return a connection over which the leader has welcomed this process."""
-        address = source_towards((resolved(self._place.leader) or ["127.0.0.1"])[0])
-        if self._store is not None and address is not None:
-            self._store.write(address, self._listener.getsockname()[1])
-        error: OSError = TimeoutError()
-        host, port = self._place.leader, self._place.port
-        try:
-            while time.monotonic() < until and not self._found:
-                try:
-                    if port == 0:
-                        assert self._store is not None
-                        host, port = self._store.read(0, until - time.monotonic())
-                    self._introduce(_connected(host, port).connection)
-                except OSError as found:
-                    error = found
-                if self._refused:
-                    raise ConfigError(f"--hosts must be the same everywhere: {self._refused}, and this one {self._place.hosts}.")
-                time.sleep(_PAUSE_SECONDS)
-        finally:
-            self._listener.close()
-        if not self._found:
-            raise error
-        return self._found[0]
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._introduce, args=(connection,), daemon=True).start()
-
-    def _introduce(self, connection: socket.socket) -> None:
-        try:
+    def introduce(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, AttributeError):
             link = Link(connection)
-            link.send(self._hello)
-            answer = link.receive(time.monotonic() + _GREET_SECONDS)
-            with self._lock:
-                if answer.get("welcome") and not self._found:
-                    self._found.append(link)
+            link.send(hello)
+            answer = link.receive(_GREET_SECONDS)
+            refused.extend(answer[key] for key in ("refused",) if key in answer)
+            with lock:
+                if answer.get("welcome") and not found:
+                    found.append(link)
                     return
-                self._refused = answer.get("refused", "")
-        except (OSError, AttributeError):
-            pass
         connection.close()
+
+    listener = _Listener(place, introduce) if place.hosts else None
+    error: OSError = TimeoutError()
+    while time.monotonic() < until and not found and not refused:
+        try:
+            introduce(_connected(place.leader, place.port))
+        except OSError as failed:
+            error = failed
+        if not found:
+            time.sleep(_PAUSE_SECONDS)
+    if listener is not None:
+        listener.close()
+    if found:
+        return found[0]
+    if refused:
+        mine = place.key.removeprefix(_KEY)
+        raise ConfigError(
+            f"the first machine examines {refused[0]}, and this one {mine}. Start the same command on both."
+        )
+    raise error
+
+
+_HINTS = {
+    "refused": "nothing listens there: start the same command on {leader}, with the same hosts and port",
+    "something else answers": "another program listens there: pass another --port on all machines",
+    "no answer from the host": "is {leader} on, and its cable plugged in? See `ip neigh show {address}` on {here}",
+    "no route": "see `ip route get {address}` on {here}, and connect both machines to one network",
+    "forbidden here": "see `ip route get {address}` and `ip rule` on {here}",
+    "silent": "a firewall drops packets, or {leader} is off. On {leader}: `sudo ufw allow from {source}`, or "
+    "`sudo iptables -I INPUT -s {source} -j ACCEPT`. Training needs all ports, not only the launcher's",
+    "itself": "give the address of the first machine, or change the line of {leader} in /etc/hosts of {here}",
+    "unknown": "give the address of the first machine, or add `ADDRESS {leader}` to /etc/hosts of {here}",
+}
 
 
 def why_unreachable(place: Place, error: OSError) -> Finding:
     """Return why this process does not reach the leader, as far as it can be seen from here alone."""
-    host, port, state = place.leader, place.port, state_of(error)
-    addresses, here = resolved(host), socket.gethostname()
-    at = f"{host}:{port}" if port else f"{host}, at a port that the system chose"
-    own = interfaces()
+    addresses, here, own = resolved(place.leader), socket.gethostname(), interfaces()
+    state = state_of(error)
+    if not addresses:
+        state = "unknown"
+    elif place.number and (not any(map(is_usable, addresses)) or interface_of(addresses[0], own) is not None):
+        state = "itself"
     source = source_towards(addresses[0]) if addresses else None
     of = interface_of(source, own) if source else None
-    by = f"packets to it leave over {of['name']} ({source})" if of else "there is no route to it"
-    summary = f"{here} does not reach the first machine, {at}: {state}"
-    if not addresses:
-        summary = f"{here} finds no address for {host}"
-        remedy = f"Give the address of the first machine, or add a line to /etc/hosts: ADDRESS {host}"
-    elif not any(map(is_usable, addresses)) or interface_of(addresses[0], own) is not None:
-        summary = f"{host} stands for {', '.join(addresses)} on {here}, which is {here} itself"
-        remedy = f"Give the address of the first machine, or change the line of {host} in /etc/hosts of {here}"
-    elif state == "refused":
-        remedy = f"Nothing listens there. Start the same command on {host}, with the same hosts and port"
-    elif state == "something else answers":
-        remedy = "Another program listens there. Pass another port on all machines (--port)"
-    elif of is None or state in ("no route", "forbidden here"):
-        remedy = f"See `ip route get {addresses[0]}` on {here}, and connect both machines to one network"
-    elif state == "no answer from the host":
-        remedy = f"Is {host} on, and its cable plugged in? See `ip neigh show {addresses[0]}` on {here}"
-    else:
-        remedy = (
-            f"A firewall drops packets, or {host} is off. On {host} run `sudo ufw allow from {source}`, or "
-            f"`sudo iptables -I INPUT -s {source} -j ACCEPT`; training needs all ports, not only the launcher's"
-        )
-    return Finding(
-        cause="unreachable",
-        severity=Severity.BLOCKS,
-        machines=(host, here),
-        where=f"{here} → {host}",
-        summary=summary,
-        evidence=(f"{host} is {', '.join(addresses) or 'unknown'} here; {by}",),
-        remedy=(remedy,),
+    words = {"leader": place.leader, "here": here, "address": (addresses or ["?"])[0], "source": source}
+    return finding(
+        "unreachable",
+        [here, place.leader],
+        f"{here} → {place.leader}",
+        [
+            f"{place.leader} stands for {', '.join(addresses) or 'no address'} on {here}",
+            f"packets to it leave over {of['name']} ({source})" if of else "there is no route to it",
+        ],
+        leader=place.leader,
+        port=place.port,
+        state=state,
+        hint=_HINTS[state].format_map(words),
     )

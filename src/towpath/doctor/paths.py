@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -31,17 +31,17 @@ _SHORT_BYTES = 536  # of a segment that passes every path
 _WHOLE_BYTES, _WHOLE_SECONDS = 96 << 10, 4.0
 _ECHOES, _ECHO_SECONDS = 200, 0.3
 _DATAGRAMS, _DATAGRAM_BYTES, _DATAGRAM_SECONDS = 2000, 200, 1.5
-_BURST, _MOST_UNDER_WAY = 40, 120
+_BURST, _MOST_UNDER_WAY, _SILENT_SECONDS = 40, 120, 0.5
 _LEAST_PACKET_BYTES, _PACKET_STEP_BYTES, _TRIES = 576, 4, 3
 _HEADER_BYTES = {socket.AF_INET: 28, socket.AF_INET6: 48}
-_BINS = 10
+_BINS, _TICK_SECONDS = 10, 0.1
 _BIND_TO_DEVICE = 25  # SO_BINDTODEVICE
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is under way when it is closed is dropped
-_INFO_BYTES, _RETRANSMITTED_AT, _SENT_AT = 144, 100, 136  # in TCP_INFO: segments
 
 # How an attempt to connect ends, by the error of the kernel. Everything else is "silent".
 _STATES = {
     errno.ECONNREFUSED: "refused",
+    errno.ECONNRESET: "something else answers",
     errno.EHOSTUNREACH: "no answer from the host",
     errno.ENETUNREACH: "no route",
     errno.EACCES: "forbidden here",
@@ -58,7 +58,7 @@ class Peer:
     Attributes:
         address: The address.
         port: The port of its services.
-        token: The token that its services expect, since others may have the same address.
+        token: What its services expect, since others may have the same address.
         interface: The interface over which packets leave this machine. By default, the kernel's route decides.
     """
 
@@ -148,7 +148,7 @@ def measure(peer: Peer, mtu: int, seconds: float) -> dict[str, Any]:
     segment = _SHORT_BYTES if found["out"]["stalls"] or found["back"]["stalls"] else None
     for kind, ways in (("alone", ("out",)), ("alone", ("back",)), ("together", ("out", "back"))):
         for way, rate in rates(peer, ways, seconds, segment).items():
-            found[way] |= {kind: rate.pop("rate"), **rate}
+            found[way][kind] = rate
     return found
 
 
@@ -187,71 +187,58 @@ def _passes_whole(peer: Peer, backward: bool) -> bool:
 # Rates ----------------------------------------------------------------------------------------------------------------
 
 
-def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None = None) -> dict[str, dict[str, float]]:
-    """Return the bytes per second of each of these ways, "out" and "back", all of them at the same time.
-
-    What leaves here comes with the share of segments that TCP sent again.
-    """
-    works: dict[str, Callable[[Peer, float, int | None], dict[str, float]]] = {"out": _send, "back": _receive}
+def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None = None) -> dict[str, float]:
+    """Return the bytes per second of each of these ways, "out" and "back", all of them at the same time."""
+    works = {"out": _send, "back": _receive}
     with ThreadPoolExecutor(len(ways)) as pool:
         found = {way: pool.submit(works[way], peer, seconds, segment) for way in ways}
-        return {way: each.result() for way, each in found.items()}
+        return {way: rate_of(each.result(), seconds) for way, each in found.items()}
 
 
-def _send(peer: Peer, seconds: float, segment: int | None) -> dict[str, float]:
+def _send(peer: Peer, seconds: float, segment: int | None) -> Records:
+    """Send for some seconds. The peer reports what has arrived."""
     records: Records = []
     block = memoryview(bytes(CHUNK_BYTES))
-    again = 0.0
     with contextlib.suppress(OSError), peer.ask("sink", segment=segment) as connection:
-        connection.settimeout(RECORD_SECONDS * 10)
+        connection.settimeout(_TICK_SECONDS)
         until = time.monotonic() + seconds
-        reader = threading.Thread(target=_read_records, args=(connection, records, until + 0.2), daemon=True)
+        reader = threading.Thread(target=_read_records, args=(connection, records, until + _TICK_SECONDS), daemon=True)
         reader.start()
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
                 connection.send(block)
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-        if len(info) == _INFO_BYTES:
-            sent = struct.unpack_from("I", info, _SENT_AT)[0]
-            again = struct.unpack_from("I", info, _RETRANSMITTED_AT)[0] / max(1, sent)
         reader.join()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    return {"rate": rate_of(records, seconds), "again": again}
+    return records
 
 
 def _read_records(connection: socket.socket, records: Records, until: float) -> None:
     data = b""
     while time.monotonic() < until:
-        try:
-            new = connection.recv(1 << 12)
-        except TimeoutError:
-            continue
-        except OSError:
-            return
-        if not new:
-            return
-        data += new
-        while len(data) >= RECORD.size:
-            records.append(RECORD.unpack_from(data))
-            data = data[RECORD.size :]
+        with contextlib.suppress(TimeoutError):
+            try:
+                data += connection.recv(RECORD.size - len(data)) or b""
+            except ConnectionError:
+                return
+        if len(data) == RECORD.size:
+            records.append(RECORD.unpack(data))
+            data = b""
 
 
-def _receive(peer: Peer, seconds: float, segment: int | None) -> dict[str, float]:
+def _receive(peer: Peer, seconds: float, segment: int | None) -> Records:
+    """Receive for some seconds."""
     records: Records = []
-    buffer = bytearray(CHUNK_BYTES)
-    total = 0
+    buffer, total = bytearray(CHUNK_BYTES), 0
     with contextlib.suppress(OSError), peer.ask("source", segment=segment, count=1 << 62) as connection:
-        connection.settimeout(RECORD_SECONDS * 10)
+        connection.settimeout(_TICK_SECONDS)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
-                if not (count := connection.recv_into(buffer)):
-                    break
-                total += count
+                total += connection.recv_into(buffer)
                 if not records or time.monotonic() - records[-1][0] >= RECORD_SECONDS:
                     records.append((time.monotonic(), total))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    return {"rate": rate_of(records, seconds)}
+    return records
 
 
 def rate_of(records: Records, seconds: float) -> float:
@@ -312,35 +299,34 @@ class _Datagrams:
                     return number, seen
         return None
 
-    def losses(self) -> tuple[dict[str, float], dict[str, float]] | None:
+    def losses(self) -> list[dict[str, float]] | None:
         """Return what is lost on the way out and back, each with how many were sent; or None if none came back.
 
         Few are under way at a time, so no queue is full. A datagram counts as lost if it never comes.
         """
         test, sent, arrived, answers = random.getrandbits(32), 0, 0, set[int]()
-        until = time.monotonic() + _DATAGRAM_SECONDS
-        given_up = 0  # of those sent before the last silence
-        while sent < _DATAGRAMS and time.monotonic() < until:
-            for _ in range(_BURST):
-                self._send(test, sent, _DATAGRAM_BYTES, _DATAGRAM_BYTES)
-                sent += 1
-            # Most of them are answered before more are sent. After a silence, the rest of them counts as lost.
-            while sent - max(len(answers), given_up) > _MOST_UNDER_WAY - _BURST:
-                found = self._answer(test, time.monotonic() + self._patience)
+        until, given_up = time.monotonic() + _DATAGRAM_SECONDS, 0
+        while True:
+            more = sent < _DATAGRAMS and time.monotonic() < until and (bool(answers) or sent < 5 * _BURST)
+            if more:
+                for number in range(sent, sent + _BURST):
+                    self._send(test, number, _DATAGRAM_BYTES, _DATAGRAM_BYTES)
+                sent += _BURST
+            # Most of them are answered before more are sent. After a silence, those on their way count as lost.
+            most = _MOST_UNDER_WAY - _BURST if more else 0
+            while sent - max(len(answers), given_up) > most:
+                found = self._answer(test, time.monotonic() + max(_SILENT_SECONDS, self._patience))
                 if found is None:
                     given_up = sent
                     break
                 answers.add(found[0])
                 arrived = max(arrived, found[1])
-            if sent >= 5 * _BURST and not answers:
-                return None
-        while len(answers) < sent and (found := self._answer(test, time.monotonic() + 3 * self._patience)) is not None:
-            answers.add(found[0])
-            arrived = max(arrived, found[1])
+            if not more:
+                break
         if not answers:
             return None
-        out = {"loss": 1 - arrived / sent, "datagrams": sent}
-        return out, {"loss": 1 - len(answers) / arrived, "datagrams": arrived}
+        ways = ((sent, arrived), (arrived, len(answers)))
+        return [{"loss": 1 - came / of, "datagrams": of} for of, came in ways]
 
     def largest_packet(self, mtu: int, backward: bool) -> int:
         """Return the bytes of the largest packet, up to `mtu`, that comes through without being cut."""

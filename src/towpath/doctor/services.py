@@ -11,7 +11,6 @@ import threading
 import time
 from typing import Any
 
-from towpath.daemons import start_daemon
 from towpath.doctor.interfaces import family_of
 
 CHUNK_BYTES = 1 << 20
@@ -43,8 +42,8 @@ class Services:
         self.port: int = self._listener.getsockname()[1]
         self._datagrams = datagram_socket(family)
         self._datagrams.bind(("", self.port))
-        start_daemon("towpath-doctor-accepts", self._accept)
-        start_daemon("towpath-doctor-reflects", self._reflect)
+        for work in (self._accept, self._reflect):
+            threading.Thread(target=work, name="towpath-doctor-serves", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
