@@ -18,7 +18,7 @@ from towpath.doctor.examination import tournament
 from towpath.doctor.findings import Severity
 from towpath.doctor.gain import priced
 from towpath.doctor.judge import judge
-from towpath.doctor.paths import rate_of
+from towpath.doctor.services import rate_of
 from towpath.errors import ConfigError
 from towpath.plan.catalog import describe_model
 

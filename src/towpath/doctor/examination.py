@@ -6,8 +6,8 @@
     measure      pairs of machines, in rounds in which no machine is in two pairs
     ways         where a machine has a second interface to the other: is it faster?
 
-What disturbs a measurement makes it worse, never better. So what looks wrong is measured once more, and the better value
-counts.
+What disturbs a measurement makes it worse, never better. So what looks wrong is measured once more, and the better
+value counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from towpath.doctor.services import Services
 Facts = dict[str, Any]
 Direction = tuple[int, int]
 
-_COMPUTE_SECONDS, _LOOPBACK_SECONDS, _WAY_SECONDS = 1.0, 0.3, 0.4
+_COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.0, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
 _RATE_SECONDS, _ROUNDS_SECONDS = 1.0, 5.0
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
@@ -65,9 +65,9 @@ class Member:
             case "reach":
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
-                return measure(Peer(*question["peer"]), question["mtu"], question["seconds"])
+                return measure(Peer(*question["peer"]), question["seconds"])
             case _:
-                return [rates(Peer(*peer), ("out",), _WAY_SECONDS)["out"] for peer in question["peers"]]
+                return other_ways(Peer(*question["peer"]), question["interface"], question["addresses"])
 
 
 class Examination:
@@ -182,7 +182,7 @@ class Examination:
             every = (plain(address) for each in of["interfaces"] for address in each["addresses"])
             addresses = [of["training"]["address"], of["address"], *filter(is_usable, every)]
             for address in list(dict.fromkeys(filter(None, addresses)))[:_MOST_ADDRESSES]:
-                targets.setdefault(way[0], []).append((way, self._peer(way[1], address)))
+                targets.setdefault(way[0], []).append((way, [address, *of["services"]]))
         first = {machine: self._machines[machine]["first"] for machine in targets}
         questions = {first[at]: {"do": "reach", "peers": [peer for _, peer in peers]} for at, peers in targets.items()}
         told = self._leader.ask(questions, _ASK_SECONDS)
@@ -192,65 +192,37 @@ class Examination:
                 found[way].append(answer)
         return found
 
-    def _peer(self, machine: int, address: str, interface: str | None = None) -> list[Any]:
-        return [address, *self._machines[machine]["services"], interface]
-
     def _measured(
         self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
     ) -> dict[Direction, Facts]:
         """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
         found: dict[Direction, Facts] = {}
-        questions: dict[int, Any] = {}
-        active: dict[int, tuple[Direction, bool]] = {}
         for a, b in pairs:
-            found[a, b] = {
-                "machines": [a, b],
-                "out": {},
-                "back": {},
-                "ways": [],
-                "reach": [reached[a, b], reached[b, a]],
-            }
-            for one, other in ((b, a), (a, b)):
-                if used := _open(reached[one, other]):
-                    mtu = min(self._mtu(one, used["interface"]), self._mtu(other, used["address"]))
-                    first, peer = self._machines[one]["first"], self._peer(other, used["address"])
-                    active = {at: of for at, of in active.items() if of[0] != (a, b)} | {first: ((a, b), one == b)}
-                    questions[first] = {"do": "measure", "peer": peer, "mtu": mtu, "seconds": seconds}
-        told = self._leader.ask({first: questions[first] for first in active}, _LONG_SECONDS)
-        for first, answer in told.items():
-            pair, turned = active[first]
-            out, back = (answer["back"], answer["out"]) if turned else (answer["out"], answer["back"])
-            found[pair] |= {"latency": answer["latency"], "out": out, "back": back}
-        for turned in (False, True):
-            self._measure_ways([pair[::-1] if turned else pair for pair in pairs], reached, found)
+            reach = [reached[a, b], reached[b, a]]
+            found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
+        active = [way if _open(reached[way]) else way[::-1] for way in pairs]
+        more = {"do": "measure", "seconds": seconds}
+        for (a, b), told in self._ask_paths(active, reached, more).items():
+            out, back = ("out", "back") if a < b else ("back", "out")
+            found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
+        for ways in (pairs, [way[::-1] for way in pairs]):
+            for (a, b), told in self._ask_paths(ways, reached, {"do": "ways"}).items():
+                found[min(a, b), max(a, b)]["ways"] += [each | {"from": a, "to": b} for each in told]
         return found
 
-    def _measure_ways(
-        self, ways: Sequence[Direction], reached: dict[Direction, list[Facts]], found: dict[Direction, Facts]
-    ) -> None:
-        """Measure what leaves the first machine of each pair over other interfaces than that for training."""
+    def _ask_paths(
+        self, ways: Sequence[Direction], reached: dict[Direction, list[Facts]], question: Facts
+    ) -> dict[Direction, Any]:
+        """Ask the first machine of each direction, where it connects to the second. Return the answers by direction."""
+        asked: dict[int, Direction] = {}
         questions: dict[int, Any] = {}
-        asked: dict[int, tuple[Direction, list[tuple[str, str]]]] = {}
-        for a, b in ways:
-            if used := _open(reached[a, b]):
-                own = [each for each in self._machines[a]["interfaces"] if not each["loopback"] and each["carrier"]]
-                now = used["interface"], used["address"]
-                others = other_ways([each["address"] for each in reached[a, b] if each["state"] == "open"], own, now)
-                if others:
-                    first = self._machines[a]["first"]
-                    peers = [self._peer(b, now[1]), *(self._peer(b, address, name) for name, address in others)]
-                    questions[first], asked[first] = {"do": "ways", "peers": peers}, ((a, b), [now, *others])
-        for first, told in self._leader.ask(questions, _LONG_SECONDS).items():
-            (a, b), tried = asked[first]
-            found[min(a, b), max(a, b)]["ways"] += [
-                {"from": a, "to": b, "interface": name, "address": address, "rate": rate}
-                for (name, address), rate in zip(tried, told, strict=True)
-            ]
-
-    def _mtu(self, machine: int, what: str | None) -> int:
-        """Return the MTU of an interface by its name, or by an address of it."""
-        of = self._machines[machine]["interfaces"]
-        return next((each["mtu"] for each in of if what in (each["name"], *map(plain, each["addresses"]))), 1500)
+        for way in ways:
+            if used := _open(reached[way]):
+                asked[first := self._machines[way[0]]["first"]] = way
+                others = [each["address"] for each in reached[way] if each["state"] == "open"]
+                peer = [used["address"], *self._machines[way[1]]["services"]]
+                questions[first] = question | {"peer": peer, "interface": used["interface"], "addresses": others}
+        return {asked[first]: told for first, told in self._leader.ask(questions, _LONG_SECONDS).items()}
 
 
 def _open(tried: Sequence[Facts]) -> Facts | None:
@@ -273,10 +245,8 @@ def better(before: Any, now: Any, key: str = "") -> Any:
     if before is None or now is None:
         return before if now is None else now
     if key == "reach":
-        return [
-            [old if old["state"] == "open" else new for old, new in zip(*each, strict=False)]
-            for each in zip(before, now, strict=True)
-        ]
+        pairs = (zip(*each, strict=False) for each in zip(before, now, strict=True))
+        return [[old if old["state"] == "open" else new for old, new in each] for each in pairs]
     if isinstance(now, dict):
         return {**before, **{name: better(before.get(name), now[name], name) for name in now}}
     if isinstance(now, list):

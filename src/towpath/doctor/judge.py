@@ -1,8 +1,8 @@
 """From the facts of an examination to what is wrong. A pure function: facts of another day give the same answer.
 
-A cable is judged against the rate that it says itself, where it says one, else against the other machines, and with two
-machines against the other direction. What one finding explains is not found again: a path that loses packets is slow, but
-not because of its cable.
+A cable is judged against the rate that it says itself, where it says one, else against the other machines, and with
+two machines against the other direction. What one finding explains is not found again: a path that loses packets is
+slow, but not because of its cable.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Case:
         return OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
 
     def _expected(self) -> dict[Direction, float]:
-        """Return the bytes per second that each direction should carry, as far as there is something to compare with."""
+        """Return the bytes per second that each direction should carry, compared with whatever there is."""
         count = len(self.machines)
         alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
         ends = [[rate for way, rate in alone.items() if way[end] == at] for at in range(count) for end in (0, 1)]
@@ -400,7 +400,7 @@ def _duplex(case: _Case) -> Iterator[Finding]:
     for blame in case.blame(bad):
         told = {way: case.ways[way] for way in sorted(blame.ways)}
         evidence = (
-            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other direction"
+            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other one"
             for way, each in told.items()
         )
         yield case.on_cable("half duplex", blame, evidence, repaired=min(each["alone"] for each in told.values()))
@@ -426,8 +426,7 @@ def _ranks(case: _Case) -> Iterator[Finding]:
         told = case.machines[case.names.index(name)]
         worst = min((each for _, each in found), key=lambda each: each["flops"])
         evidence = [
-            f"{worst['flops'] / 1e9:.4g} GFLOP/s, others {usual['flops'] / 1e9:.4g}; copies {worst['copied'] / 1e9:.3g} "
-            f"GB/s, others {usual['copied'] / 1e9:.3g}",
+            *(f"{key}: {worst[key] / 1e9:.4g} · 10⁹ a second, others {usual[key] / 1e9:.4g}" for key in usual),
             f"{worst['device']}, {worst['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
         ]
         where, share = f"rank {', '.join(str(rank) for rank, _ in found)} on {name}", worst["flops"] / usual["flops"]
@@ -435,7 +434,7 @@ def _ranks(case: _Case) -> Iterator[Finding]:
 
 
 def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
-    """Yield what differs between machines: its name, the machines that differ from most, all values, the first value."""
+    """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
     for name in sorted({name for each in told for name in each}, key=lambda name: (name.count(","), name)):
         values = [each.get(name) for each in told]
         odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]

@@ -1,4 +1,4 @@
-"""Facts about one machine that need no other machine: its interfaces, versions, variables, and what cannot be tested."""
+"""Facts about one machine alone: its interfaces, versions and variables, and what cannot be tested."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _adapters(found: Sequence[Interface]) -> Iterator[str]:
         node = _word(Path("/sys/class/net", interface["name"], "device/numa_node"))
         if far := sum(node not in (None, "-1", its) for its in gpus):
             yield (
-                f"{interface['name']} is on NUMA node {node}, and {far} of {len(gpus)} GPUs are not. Symptom: these reach "
-                "about half the rate. Bind ranks to the node of their GPU (numactl)."
+                f"{interface['name']} is on NUMA node {node}, and {far} of {len(gpus)} GPUs are not. Symptom: these "
+                "reach about half the rate. Bind ranks to the node of their GPU (numactl)."
             )
     if gpus and (groups := len(_listed("/sys/kernel/iommu_groups"))):
         yield (

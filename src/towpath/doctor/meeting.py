@@ -1,19 +1,17 @@
 """How the processes of an examination find one another, and how the first of them asks the others.
 
-There is no process group. A launcher's processes take the address of its first machine, and machines without a launcher a
-list of hosts. The first process leads: it asks, and the others answer. With a list, each of the two sides tries to connect
-to the other, so a firewall on one side does not end the examination. Segments are short, because a path may lose long
-ones. Whoever does not come in time is left out.
+There is no process group. A launcher's processes take the address of its first machine, and machines without a
+launcher a list of hosts. The first process leads: it asks, and the others answer. With a list, each of the two sides
+tries to connect to the other, so a firewall on one side does not end the examination. Segments are short, because a
+path may lose long ones. A process that does not come in time is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,16 +21,14 @@ from typing import Any
 
 from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import family_of, interface_of, interfaces, is_usable, resolved, source_towards
-from towpath.doctor.paths import state_of
+from towpath.doctor.links import SHORT_BYTES, Link, state_of
 from towpath.errors import ConfigError
 
 PORT = 29511
 
 Perform = Callable[[Any], Any]
 
-_LENGTH = struct.Struct("!I")
-_SEGMENT_BYTES, _MOST_BYTES = 500, 1 << 26
-_CONNECT_SECONDS, _GREET_SECONDS, _PAUSE_SECONDS = 2.0, 5.0, 0.2
+_GREET_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 _SILENT_SECONDS = 90.0  # no question takes longer
 _KEY = "towpath/doctor/"
 
@@ -102,53 +98,13 @@ class Place:
         )
 
 
-class Link:
-    """A connection between the leader and another process, for values of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.here, self.there = (str(end[0]) for end in (connection.getsockname(), connection.getpeername()))
-
-    def send(self, value: Any, seconds: float = _GREET_SECONDS) -> None:
-        """Send a value, in pieces that are segments of their own."""
-        self.connection.settimeout(seconds)
-        data = json.dumps(value).encode()
-        data = _LENGTH.pack(len(data)) + data
-        for at in range(0, len(data), _SEGMENT_BYTES):
-            self.connection.sendall(data[at : at + _SEGMENT_BYTES])
-
-    def receive(self, seconds: float) -> Any:
-        """Return the next value, or raise OSError if it does not come in time."""
-        until = time.monotonic() + seconds
-        count = _LENGTH.unpack(self._exactly(_LENGTH.size, until))[0]
-        if count <= _MOST_BYTES:
-            with contextlib.suppress(ValueError):
-                return json.loads(self._exactly(count, until))
-        raise ConnectionError("something else answers")
-
-    def _exactly(self, count: int, until: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            self.connection.settimeout(max(0.001, until - time.monotonic()))
-            if not (new := self.connection.recv(count - len(data))):
-                raise ConnectionResetError("the connection has ended")
-            data += new
-        return bytes(data)
-
-
-def _connected(host: str, port: int) -> socket.socket:
+def _connected(host: str, port: int) -> Link:
     """Connect to a host, at all its addresses in turn. Segments are short in both directions."""
     error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
-        connection = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
-            connection.settimeout(_CONNECT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
-            connection.connect((address, port))
-            return connection
+            return Link.to(address, port, segment=SHORT_BYTES)
         except OSError as found:
-            connection.close()
             error = found
     raise error
 
@@ -156,7 +112,7 @@ def _connected(host: str, port: int) -> socket.socket:
 class _Listener:
     """Calls a function with each connection that comes, in a thread of its own, until it is closed."""
 
-    def __init__(self, place: Place, greet: Callable[[socket.socket], None]) -> None:
+    def __init__(self, place: Place, greet: Callable[[Link], None]) -> None:
         family = family_of((resolved(place.leader) or ["0.0.0.0"])[0])
         self._greet = greet
         try:
@@ -166,13 +122,13 @@ class _Listener:
                 f"port {place.port} of this machine cannot be used ({error.strerror}). End the program that listens "
                 "there, or pass another --port on all machines."
             ) from None
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_BYTES)
         _in_background(self._accept)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # until it is closed
             while True:
-                _in_background(self._greet, self._socket.accept()[0])
+                _in_background(self._greet, Link(self._socket.accept()[0]))
 
     def close(self) -> None:
         """Take no more connections."""
@@ -217,10 +173,9 @@ class Leader:
                 self.states[number] = state_of(error)
             time.sleep(_PAUSE_SECONDS)
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _greet(self, link: Link) -> None:
         """Welcome the process at the other end, if it belongs here and has no connection yet."""
         try:
-            link = Link(connection)
             hello = link.receive(_GREET_SECONDS)
             if hello["key"] != self.place.key:
                 link.send({"refused": self.place.key.removeprefix(_KEY)})
@@ -232,7 +187,7 @@ class Leader:
                     return
         except (OSError, KeyError, TypeError):
             pass
-        connection.close()
+        link.close()
 
     def ask(self, questions: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         """Ask several at the same time, this process too. Return the answers that came in time.
@@ -251,7 +206,7 @@ class Leader:
                             self.links[number].send(questions[number])
                     except OSError:
                         self.lost[number] = questions[number]["do"]
-                        self.links.pop(number).connection.close()
+                        self.links.pop(number).close()
             if mine is not None:
                 answers[0] = mine.result()
         return answers
@@ -286,9 +241,8 @@ def _find(place: Place, hello: Any, until: float) -> Link:
     refused: list[str] = []
     lock = threading.Lock()
 
-    def introduce(connection: socket.socket) -> None:
+    def introduce(link: Link) -> None:
         with contextlib.suppress(OSError, AttributeError):
-            link = Link(connection)
             link.send(hello)
             answer = link.receive(_GREET_SECONDS)
             refused.extend(answer[key] for key in ("refused",) if key in answer)
@@ -296,7 +250,7 @@ def _find(place: Place, hello: Any, until: float) -> Link:
                 if answer.get("welcome") and not found:
                     found.append(link)
                     return
-        connection.close()
+        link.close()
 
     listener = _Listener(place, introduce) if place.hosts else None
     error: OSError = TimeoutError()
@@ -319,40 +273,18 @@ def _find(place: Place, hello: Any, until: float) -> Link:
     raise error
 
 
-_HINTS = {
-    "refused": "nothing listens there: start the same command on {leader}, with the same hosts and port",
-    "something else answers": "another program listens there: pass another --port on all machines",
-    "no answer from the host": "is {leader} on, and its cable plugged in? See `ip neigh show {address}` on {here}",
-    "no route": "see `ip route get {address}` on {here}, and connect both machines to one network",
-    "forbidden here": "see `ip route get {address}` and `ip rule` on {here}",
-    "silent": "a firewall drops packets, or {leader} is off. On {leader}: `sudo ufw allow from {source}`, or "
-    "`sudo iptables -I INPUT -s {source} -j ACCEPT`. Training needs all ports, not only the launcher's",
-    "itself": "give the address of the first machine, or change the line of {leader} in /etc/hosts of {here}",
-    "unknown": "give the address of the first machine, or add `ADDRESS {leader}` to /etc/hosts of {here}",
-}
-
-
 def why_unreachable(place: Place, error: OSError) -> Finding:
     """Return why this process does not reach the leader, as far as it can be seen from here alone."""
-    addresses, here, own = resolved(place.leader), socket.gethostname(), interfaces()
-    state = state_of(error)
+    addresses, here, own, state = resolved(place.leader), socket.gethostname(), interfaces(), state_of(error)
     if not addresses:
-        state = "unknown"
-    elif place.number and (not any(map(is_usable, addresses)) or interface_of(addresses[0], own) is not None):
-        state = "itself"
+        state = "no address"
+    elif not any(map(is_usable, addresses)) or interface_of(addresses[0], own) is not None:
+        state = "it is this machine itself"
     source = source_towards(addresses[0]) if addresses else None
     of = interface_of(source, own) if source else None
-    words = {"leader": place.leader, "here": here, "address": (addresses or ["?"])[0], "source": source}
-    return finding(
-        "unreachable",
-        [here, place.leader],
-        f"{here} → {place.leader}",
-        [
-            f"{place.leader} stands for {', '.join(addresses) or 'no address'} on {here}",
-            f"packets to it leave over {of['name']} ({source})" if of else "there is no route to it",
-        ],
-        leader=place.leader,
-        port=place.port,
-        state=state,
-        hint=_HINTS[state].format_map(words),
-    )
+    evidence = [
+        f"{place.leader} stands for {', '.join(addresses) or 'no address'} on {here}",
+        f"packets to it leave over {of['name']} ({source})" if of else "there is no route to it",
+    ]
+    words = {"leader": place.leader, "port": place.port, "address": (addresses or ["ADDRESS"])[0], "source": source}
+    return finding(f"unreachable, {state}", [here, place.leader], f"{here} → {place.leader}", evidence, **words)

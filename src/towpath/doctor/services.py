@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import secrets
 import socket
 import struct
 import threading
 import time
-from typing import Any
+from bisect import bisect_right
+from statistics import fmean, median
 
 from towpath.doctor.interfaces import family_of
+from towpath.doctor.links import Link
 
 CHUNK_BYTES = 1 << 20
-# What a sink reports of its connection: the seconds of its clock, and the bytes that have arrived.
-RECORD = struct.Struct("!dQ")
-RECORD_SECONDS = 0.01
 # A datagram: the token, the test, its number, how many of the test have arrived, and the bytes of the wanted answer.
 DATAGRAM = struct.Struct("!16sIIIH")
-YES = b"yes\n"
+TICK_SECONDS = 0.1
 
-_PATIENCE_SECONDS = 6.0
 _MOST_DATAGRAM_BYTES = 1 << 16
-# By family: the level and the option with which datagrams are never cut into fragments, whatever MTU the kernel assumes.
+# By family: the level and option with which datagrams are never cut into fragments, whatever MTU the kernel assumes.
 _NEVER_CUT = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
 _PROBE = 3
 _BUFFER_BYTES = 4 << 20
+_RECORD_SECONDS, _BINS = 0.01, 10
 
 
 class Services:
@@ -42,6 +41,8 @@ class Services:
         self.port: int = self._listener.getsockname()[1]
         self._datagrams = datagram_socket(family)
         self._datagrams.bind(("", self.port))
+        self._counted: dict[str, float] = {}
+        self._changed = threading.Condition()
         for work in (self._accept, self._reflect):
             threading.Thread(target=work, name="towpath-doctor-serves", daemon=True).start()
 
@@ -51,21 +52,26 @@ class Services:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
-            connection.settimeout(_PATIENCE_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            request: dict[str, Any] = json.loads(read_line(connection))
-            if request["token"] != self.token:  # another machine is meant, which has the same address
+        with contextlib.suppress(OSError, KeyError, TypeError), Link(connection) as link:
+            asked = link.receive()
+            if asked["token"] != self.token:  # another machine is meant, which has the same address
                 return
-            connection.sendall(YES)
-            match request["do"]:
+            link.send("yes")
+            match asked["do"]:
                 case "echo":
                     while data := connection.recv(64):
                         connection.sendall(data)
                 case "sink":
-                    _take(connection)
+                    rate = count(connection, asked["seconds"])
+                    with self._changed:
+                        self._counted[asked["name"]] = rate
+                        self._changed.notify_all()
+                case "counted":
+                    with self._changed:
+                        self._changed.wait_for(lambda: asked["name"] in self._counted, asked["seconds"])
+                    link.send(self._counted.get(asked["name"], 0.0))
                 case "source":
-                    _give(connection, request["bytes"])
+                    give(link, asked["seconds"])
                 case _:
                     pass
 
@@ -82,25 +88,6 @@ class Services:
                     self._datagrams.sendto(answer, sender)
 
 
-def _take(connection: socket.socket) -> None:
-    """Read until the peer has no more. Report now and then what has arrived, and at the end."""
-    buffer, total, due = bytearray(CHUNK_BYTES), 0, 0.0
-    while count := connection.recv_into(buffer):
-        total, now = total + count, time.monotonic()
-        if now >= due:
-            connection.sendall(RECORD.pack(now, total))
-            due = now + RECORD_SECONDS
-    connection.sendall(RECORD.pack(time.monotonic(), total))
-
-
-def _give(connection: socket.socket, count: int) -> None:
-    """Send so many bytes, or until the peer leaves. It closes the connection."""
-    block = memoryview(bytes(CHUNK_BYTES))
-    while count > 0:
-        count -= connection.send(block[:count])
-    connection.recv(1)
-
-
 def datagram_socket(family: socket.AddressFamily) -> socket.socket:
     """Return a socket whose datagrams are never cut into fragments."""
     made = socket.socket(family, socket.SOCK_DGRAM)
@@ -110,11 +97,42 @@ def datagram_socket(family: socket.AddressFamily) -> socket.socket:
     return made
 
 
-def read_line(connection: socket.socket) -> bytes:
-    """Return the next line, without reading further. It is short."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < 512:
-        if not (byte := connection.recv(1)):
-            break
-        line += byte
-    return line
+def give(link: Link, seconds: float) -> None:
+    """Send as much as the path takes for some seconds, and drop the rest."""
+    block, until = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + seconds
+    link.socket.settimeout(TICK_SECONDS)
+    with contextlib.suppress(ConnectionError):  # the other end has seen enough
+        while time.monotonic() < until:
+            with contextlib.suppress(TimeoutError):
+                link.socket.send(block)
+        link.reset()
+
+
+def count(connection: socket.socket, seconds: float) -> float:
+    """Receive for some seconds, and return the bytes per second that the path carries."""
+    buffer, total, until = bytearray(CHUNK_BYTES), 0, time.monotonic() + seconds
+    records: list[tuple[float, int]] = []
+    connection.settimeout(TICK_SECONDS)
+    with contextlib.suppress(ConnectionError):
+        while (now := time.monotonic()) < until:
+            with contextlib.suppress(TimeoutError):
+                total += connection.recv_into(buffer)
+                if not records or now - records[-1][0] >= _RECORD_SECONDS:
+                    records.append((now, total))
+    return rate_of(records, seconds)
+
+
+def rate_of(records: list[tuple[float, int]], seconds: float) -> float:
+    """Return the bytes per second that a path carries, from the bytes that had arrived at some times.
+
+    The first fifth, in which TCP opens its window, is left out. It is the median of short intervals, so neither a
+    process that had to wait for a processor counts, nor what it then finds in the kernel's memory. It is the mean if
+    that is more, as on a path that is silent now and then.
+    """
+    if len(records) < 2:
+        return 0.0
+    began, step = records[0][0] + seconds / 5, 0.8 * seconds / _BINS
+    times = [when for when, _ in records]
+    totals = [records[max(0, bisect_right(times, began + step * mark) - 1)][1] for mark in range(_BINS + 1)]
+    pieces = [(after - before) / step for before, after in itertools.pairwise(totals)]
+    return max(median(pieces), fmean(pieces))
