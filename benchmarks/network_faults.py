@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from lab.links import CABLE
 from towpath.topology.cluster import Topology
 
@@ -239,7 +237,7 @@ def examined(rank: int, world: int, name: str | None) -> dict[str, Any] | None:
     member = Member(place)
     inject = nullcontext() if name is None else FAULTS[name].inject(int(os.environ["GROUP_RANK"]), place.local)
     with inject:
-        dist.barrier()  # all of it is there
+        # A process meets the others when its own fault is there, so all of them are when the leader begins.
         if rank:
             follow(place, member.perform, member.hello, 30.0)
             return None

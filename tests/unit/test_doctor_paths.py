@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_path_is_measured_in_both_directions() -> None:
-    services = Services(LOCAL)
+    services = Services()
     found = measure(Peer(LOCAL, services.port, services.token), 0.1)
     assert 0 < found["latency"] < 1
     for way in ("out", "back"):
@@ -44,7 +44,7 @@ def test_a_path_is_measured_in_both_directions() -> None:
 
 
 def test_how_a_connection_fails_is_told_apart() -> None:
-    services = Services(LOCAL)
+    services = Services()
     of_another = Peer(LOCAL, services.port, "0" * 16)
     nobody = Peer(LOCAL, closed_port(), services.token)
     states = [found["state"] for found in reach([Peer(LOCAL, services.port, services.token), of_another, nobody], [])]
@@ -117,7 +117,7 @@ class _Followers:
     def _follow(self, place: Place, seconds: float) -> None:
         hello = {"machine": place.machine, "local": 0, "host": "host"}
         try:
-            self.ends.append(follow(place, lambda question: [place.number, question["do"]], hello, seconds))
+            self.ends.append(follow(place, lambda question: {"answer": [place.number, question["do"]]}, hello, seconds))
         except Exception as error:
             self.ends.append(error)
 
@@ -129,7 +129,7 @@ class _Followers:
 
 def test_a_leader_asks_those_that_came() -> None:
     port = closed_port()
-    leader = Leader(place(0, 3, port), lambda question: "mine", {})
+    leader = Leader(place(0, 3, port), lambda question: {"answer": "mine"}, {})
     followers = _Followers(place(1, 3, port), place(2, 3, port))
     leader.gather(10, lambda text: None)
     questions = {number: {"do": "x" * (3000 * number)} for number in range(3)}  # of several segments
@@ -138,9 +138,15 @@ def test_a_leader_asks_those_that_came() -> None:
     assert followers.join() == [("the report", 1)] * 2
 
 
+def test_a_question_that_fails_is_noted() -> None:
+    leader = Leader(place(0, 1, closed_port()), lambda question: {"failed": "OSError: no"}, {})
+    assert leader.ask({0: {"do": "load"}}, 10) == {}
+    assert leader.lost == {0: "load: OSError: no"}
+
+
 def test_a_follower_that_ends_is_lost_and_the_others_answer() -> None:
     port = closed_port()
-    leader = Leader(place(0, 3, port), lambda question: "mine", {})
+    leader = Leader(place(0, 3, port), lambda question: {"answer": "mine"}, {})
     followers = _Followers(place(1, 3, port), place(2, 3, port))
     leader.gather(10, lambda text: None)
     leader.links[1].socket.shutdown(socket.SHUT_RDWR)

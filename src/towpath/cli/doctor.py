@@ -135,7 +135,7 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
             now, then = (f"{seconds:.3g}" if seconds else "none" for seconds in each.seconds)
             lines.append(f"= step {now} → {then} s ({model}, one sequence a rank, simulated)")
         for line in lines:
-            console.print(Padding(line, (0, 0, 0, 5 if line[:1] in "→=" else 7)))
+            console.print(Padding(line, (0, 0, 0, 5 if line[:1] in "→=" else 7), expand=False))
         console.print()
 
 

@@ -48,10 +48,16 @@ class Member:
         self.hello = {"machine": place.machine, "local": place.local, "host": socket.gethostname()}
 
     def perform(self, question: Any) -> Any:
-        """Answer a question of the leader."""
+        """Answer a question of the leader, or say why that has failed."""
+        try:
+            return {"answer": self._answer(question)}
+        except Exception as error:  # of the network, or a torch that cannot be imported
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def _answer(self, question: Any) -> Any:
         match question["do"]:
             case "facts":
-                self._services = Services(question["address"])
+                self._services = Services()
                 return machine_facts() | {"services": [self._services.port, self._services.token]}
             case "load":
                 return load()
@@ -127,11 +133,10 @@ class Examination:
         for number in sorted(hellos, key=lambda number: (hellos[number]["local"], number)):
             groups.setdefault(hellos[number]["machine"], []).append(number)
         firsts = sorted(group[0] for group in groups.values())
-        told = leader.ask({first: {"do": "facts", "address": addresses[first]} for first in firsts}, _ASK_SECONDS)
+        told = leader.ask({first: {"do": "facts"} for first in firsts}, _ASK_SECONDS)
         hosts = [hellos[first]["host"] for first in firsts]
         for first in sorted(told):
             host, address = hellos[first]["host"], addresses[first]
-            local = "::1" if ":" in address else "127.0.0.1"
             question = {first: {"do": "clock"}}
             began, clock = time.time(), leader.ask(question, _ASK_SECONDS).get(first, time.time())
             more = {
@@ -141,7 +146,7 @@ class Examination:
                 "first": first,
                 "ranks": [{"rank": number} for number in groups[hellos[first]["machine"]]],
                 "clock": round(clock - (began + time.time()) / 2, 3),
-                "local": [local, *told[first]["services"]],
+                "local": ["::1" if ":" in address else "127.0.0.1", *told[first]["services"]],
             }
             self._machines.append(told[first] | more)
 

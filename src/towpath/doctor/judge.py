@@ -417,8 +417,6 @@ def _ranks(case: _Case) -> Iterator[Finding]:
     slow: dict[str, list[tuple[int, Any]]] = {}
     for machine, rank, devices in ranks:
         name = machine["name"]
-        if not devices:
-            yield finding("torch", [name], f"rank {rank} on {name}")
         for each in devices:
             if each["flops"] < _SLOW_RANK * usual["flops"] or each["copied"] < _SLOW_COPIES * usual["copied"]:
                 slow.setdefault(name, []).append((rank, each))

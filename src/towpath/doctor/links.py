@@ -5,6 +5,7 @@ Lines are sent in short pieces, and segments can be kept short in both direction
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import socket
@@ -34,7 +35,8 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.here, self.there = (str(end[0]) for end in (connection.getsockname(), connection.getpeername()))
+        ends = connection.getsockname(), connection.getpeername()
+        self.here, self.there = (str(end[0]).removeprefix("::ffff:") for end in ends)
         self._lines = connection.makefile("rb")
 
     @staticmethod
@@ -83,6 +85,13 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def listen(port: int = 0) -> socket.socket:
+    """Return a socket that takes connections over IPv4, and over IPv6 where there is one."""
+    with contextlib.suppress(OSError, ValueError):
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=64)
 
 
 def state_of(error: OSError) -> str:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from towpath.doctor.findings import Finding, finding
-from towpath.doctor.interfaces import family_of, interface_of, interfaces, is_usable, resolved, source_towards
-from towpath.doctor.links import SHORT_BYTES, Link, state_of
+from towpath.doctor.interfaces import interface_of, interfaces, is_usable, resolved, source_towards
+from towpath.doctor.links import SHORT_BYTES, Link, listen, state_of
 from towpath.errors import ConfigError
 
 PORT = 29511
@@ -113,10 +113,9 @@ class _Listener:
     """Calls a function with each connection that comes, in a thread of its own, until it is closed."""
 
     def __init__(self, place: Place, greet: Callable[[Link], None]) -> None:
-        family = family_of((resolved(place.leader) or ["0.0.0.0"])[0])
         self._greet = greet
         try:
-            self._socket = socket.create_server(("", place.port), family=family, backlog=place.world)
+            self._socket = listen(place.port)
         except OSError as error:
             raise ConfigError(
                 f"port {place.port} of this machine cannot be used ({error.strerror}). End the program that listens "
@@ -192,7 +191,7 @@ class Leader:
     def ask(self, questions: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         """Ask several at the same time, this process too. Return the answers that came in time.
 
-        One that does not answer is lost, and is not asked again.
+        One that does not answer is lost, and is not asked again. One that fails is lost for this question.
         """
         until, answers = time.monotonic() + seconds, dict[int, Any]()
         with ThreadPoolExecutor(1) as own:
@@ -209,7 +208,10 @@ class Leader:
                         self.links.pop(number).close()
             if mine is not None:
                 answers[0] = mine.result()
-        return answers
+        self.lost |= {
+            at: f"{questions[at]['do']}: {told['failed']}" for at, told in answers.items() if "failed" in told
+        }
+        return {number: told["answer"] for number, told in answers.items() if "answer" in told}
 
     def dismiss(self, text: str, status: int) -> None:
         """Tell the others how it ended."""

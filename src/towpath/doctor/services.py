@@ -12,8 +12,7 @@ import time
 from bisect import bisect_right
 from statistics import fmean, median
 
-from towpath.doctor.interfaces import family_of
-from towpath.doctor.links import Link
+from towpath.doctor.links import Link, listen
 
 CHUNK_BYTES = 1 << 20
 # A datagram: the token, the test, its number, how many of the test have arrived, and the bytes of the wanted answer.
@@ -21,25 +20,19 @@ DATAGRAM = struct.Struct("!16sIIIH")
 TICK_SECONDS = 0.1
 
 _MOST_DATAGRAM_BYTES = 1 << 16
-# By family: the level and option with which datagrams are never cut into fragments, whatever MTU the kernel assumes.
-_NEVER_CUT = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
-_PROBE = 3
+# IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: datagrams are never cut into fragments, whatever MTU the kernel assumes.
+_NEVER_CUT, _PROBE = ((socket.IPPROTO_IP, 10), (socket.IPPROTO_IPV6, 23)), 3
 _BUFFER_BYTES = 4 << 20
 _RECORD_SECONDS, _BINS = 0.01, 10
 
 
 class Services:
-    """The services of this machine, from its creation to the end of the process.
+    """The services of this machine, from its creation to the end of the process."""
 
-    Args:
-        address: Any address of the family in which the machines talk.
-    """
-
-    def __init__(self, address: str) -> None:
-        self.token, family = secrets.token_hex(8), family_of(address)
-        self._listener = socket.create_server(("", 0), family=family, backlog=64)
+    def __init__(self) -> None:
+        self.token, self._listener = secrets.token_hex(8), listen()
         self.port: int = self._listener.getsockname()[1]
-        self._datagrams = datagram_socket(family)
+        self._datagrams = datagram_socket(self._listener.family)
         self._datagrams.bind(("", self.port))
         self._counted: dict[str, float] = {}
         self._changed = threading.Condition()
@@ -88,11 +81,14 @@ class Services:
                     self._datagrams.sendto(answer, sender)
 
 
-def datagram_socket(family: socket.AddressFamily) -> socket.socket:
+def datagram_socket(family: int) -> socket.socket:
     """Return a socket whose datagrams are never cut into fragments."""
     made = socket.socket(family, socket.SOCK_DGRAM)
-    with contextlib.suppress(OSError):
-        made.setsockopt(*_NEVER_CUT[family], _PROBE)
+    for option in _NEVER_CUT:
+        with contextlib.suppress(OSError):  # of the other family
+            made.setsockopt(*option, _PROBE)
+    if family == socket.AF_INET6:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     return made
 
