@@ -334,7 +334,7 @@ def test_cables_faster_than_sockets_are_not_judged() -> None:
     for way in ways(facts):
         way["together"] = RATE / 2  # processors, and not the cable
     assert judge(facts) == []
-    assert "not tested to their limit" in report(facts, [], "gpt")
+    assert "not tested to its limit" in report(facts, [], "gpt")
 
 
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
@@ -381,7 +381,7 @@ def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
     assert rate_of([], 1.0) == 0.0
 
 
-@each(arguments=[["doctor"], ["doctor", "--hosts", "192.0.2.1,192.0.2.2"]])
+@each(arguments=[["doctor"], ["doctor", "--hosts", "203.0.113.1,203.0.113.2"]])
 def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     found = CliRunner(env={"RANK": None}).invoke(main.app, arguments)
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)

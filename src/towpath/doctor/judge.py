@@ -343,33 +343,39 @@ def _losses(case: _Case) -> Iterator[Finding]:
 
 def _interfaces(case: _Case) -> Iterator[Finding]:
     """Find machines that have a faster interface than the one that training uses."""
-    better: dict[int, tuple[Any, Any, Direction]] = {}
+    # By cause, the interface in use and the faster one: the machines, and an example of a direction with its rates.
+    better: dict[tuple[str, str, str], dict[int, tuple[Direction, float, float]]] = {}
     found: set[Direction] = set()
     for pair in case.facts["pairs"]:
         for way in (tuple(pair["machines"]), tuple(pair["machines"][::-1])):
             tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
-            if not tried:
+            used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
+            if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
                 continue
-            used, best = tried[0], max(tried, key=lambda each: each["rate"])
-            if used["rate"] <= case.limit(way) and best["rate"] >= _FASTER_WAY * used["rate"]:
-                # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
-                better[way[best["address"] != used["address"]]] = used, best, way
-                found |= {way, way[::-1]}
+            found |= {way, way[::-1]}
+            # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
+            key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
+            if best["address"] != used["address"]:
+                key, machine, told = "interface", way[1], case.machines[way[1]]
+                at = (each["name"] for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
+                now, new = told["training"]["interface"], next(at)
+            better.setdefault((key, now, new), {})[machine] = way, used["rate"], best["rate"]
     case.explained |= found
-    for machine, (used, best, way) in better.items():
-        name, told, routed = case.names[machine], case.machines[machine], machine == way[0]
-        now = used["interface"] if routed else told["training"]["interface"]
-        there = (each for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
-        new = best["interface"] if routed else next(there)["name"]
-        rates = f"{per_second(used['rate'])} over {now}, {per_second(best['rate'])} over {new}"
-        evidence = [f"{case.names[way[0]]} → {case.names[way[1]]}: {rates}"]
-        evidence.append(f"{now} is chosen by {'the route' if routed else told['training']['why']}")
-        facts = {"pairs": ((min(way), max(way)),), "rate": used["rate"], "repaired": best["rate"]}
-        words = {"now": now, "name": new, "times": best["rate"] / max(used["rate"], 1.0)}
-        words |= {"exports": case.exports(machine, new), "target": case.machines[way[1]]["address"]}
-        yield finding(
-            "interface, route" if routed else "interface", [name], f"{name} {now}", evidence, facts=facts, **words
-        )
+    for (key, now, new), machines in better.items():
+        slow, fast = min((rates[1:] for rates in machines.values()), key=lambda rates: rates[0])
+        evidence = [
+            f"{case.text(way)}: {per_second(before)} over {now}, {per_second(after)} over {new}"
+            for way, before, after in machines.values()
+        ]
+        reasons = (case.machines[machine]["training"]["why"] for machine in machines)
+        evidence += [f"{now} is chosen by {why}" for why in reasons if key == "interface"]
+        names, where = [case.names[machine] for machine in machines], " and ".join(case.names[at] for at in machines)
+        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in machines.values()}))
+        target = case.machines[next(iter(machines.values()))[0][1]]["address"]
+        words = {"now": now, "name": new, "times": fast / max(slow, 1.0), "target": target}
+        words["exports"] = "\n".join(case.exports(machine, new) for machine in machines)
+        facts = {"pairs": pairs, "rate": slow, "repaired": fast}
+        yield finding(key, names, f"{where} {now}", evidence, facts=facts, **words)
 
 
 def _cables(case: _Case) -> Iterator[Finding]:

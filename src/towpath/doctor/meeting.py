@@ -216,7 +216,7 @@ class Leader:
     def dismiss(self, text: str, status: int) -> None:
         """Tell the others how it ended."""
         for link in self.links.values():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), link:
                 link.send({"do": "end", "text": text, "status": status})
 
 
@@ -230,11 +230,10 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
         OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
     """
     link = _find(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds)
-    while True:
-        question = link.receive(_SILENT_SECONDS)
-        if question["do"] == "end":
-            return question["text"], question["status"]
-        link.send(perform(question), _SILENT_SECONDS)
+    with link:
+        while (question := link.receive(_SILENT_SECONDS))["do"] != "end":
+            link.send(perform(question), _SILENT_SECONDS)
+    return question["text"], question["status"]
 
 
 def _find(place: Place, hello: Any, until: float) -> Link:
