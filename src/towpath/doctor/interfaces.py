@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import json
 import os
 import socket
 import struct
+import subprocess
 import threading
 from array import array
 from collections.abc import Sequence
@@ -164,6 +166,15 @@ def source_towards(address: str) -> str | None:
     with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]
+    return None
+
+
+def route_towards(address: str) -> str | None:
+    """Return the interface over which the kernel sends to an address, if `ip` tells."""
+    with suppress(OSError, ValueError, IndexError, KeyError, subprocess.TimeoutExpired):
+        command = ["ip", "-j", "route", "get", address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
+        return json.loads(done.stdout)[0]["dev"]
     return None
 
 

@@ -172,14 +172,13 @@ class _Case:
     def hints(self, machine: int, other: int) -> list[str]:
         """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
-        own, its = (self.machines[at]["shapers"].get(of["name"]) for at, of in ((machine, mine), (other, theirs)))
+        own, usual = self.machines[machine]["shapers"].get(mine["name"], 0.0), self.expected.get((machine, other), 0.0)
         errors = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
         found = {
             f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
             and mine["megabits"],
             "is at half duplex": mine["duplex"] == "half",
-            f"has a queue that limits what it sends to {per_second(own or 0)} (tc qdisc)": own
-            and (its is None or own < _SLOW * its),
+            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": 0 < own < _SLOW * usual,
             "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
             f"counts {errors}": errors and not set(errors) & set(theirs["counters"]),
         }

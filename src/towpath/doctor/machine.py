@@ -57,10 +57,8 @@ def _shapers() -> dict[str, float]:
     """Return the bytes per second to which a queue of this machine limits an interface, as far as `tc` tells."""
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
         done = subprocess.run(["tc", "-j", "qdisc", "show"], capture_output=True, text=True, timeout=5, check=False)
-        options = {row["dev"]: row.get("options") for row in json.loads(done.stdout or "[]")}
-        return {
-            name: of["rate"] for name, of in options.items() if isinstance(of, dict) and isinstance(of.get("rate"), int)
-        }
+        rows = [row for row in json.loads(done.stdout or "[]") if "rate" in row.get("options", {})]
+        return {row["dev"]: row["options"]["rate"] for row in rows}
     return {}
 
 

@@ -254,12 +254,12 @@ def _find(place: Place, hello: Any, until: float) -> Link:
         link.close()
 
     listener = _Listener(place, introduce) if place.hosts else None
-    error: OSError = TimeoutError()
+    error: OSError | None = None
     while time.monotonic() < until and not found and not refused:
         try:
             introduce(_connected(place.leader, place.port))
-        except OSError as failed:
-            error = failed
+        except OSError as failed:  # a leader that has given up refuses, which is not the reason
+            error = failed if error is None or state_of(failed) != "refused" else error
         if not found:
             time.sleep(_PAUSE_SECONDS)
     if listener is not None:
@@ -271,7 +271,7 @@ def _find(place: Place, hello: Any, until: float) -> Link:
         raise ConfigError(
             f"the first machine examines {refused[0]}, and this one {mine}. Start the same command on both."
         )
-    raise error
+    raise error or TimeoutError()
 
 
 def why_unreachable(place: Place, error: OSError) -> Finding:

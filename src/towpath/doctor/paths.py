@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from towpath.doctor.interfaces import Interface, family_of, interface_of, interfaces, is_near
+from towpath.doctor.interfaces import Interface, family_of, interface_of, interfaces, is_near, route_towards
 from towpath.doctor.links import SHORT_BYTES, Link, state_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
 
@@ -67,7 +67,7 @@ def reach(peers: Sequence[Peer], own: Sequence[Interface]) -> list[dict[str, Any
         try:
             with peer.ask("reach") as link:
                 of = interface_of(link.here, own)
-                return found | {"interface": of["name"] if of else None}
+                return found | {"interface": route_towards(peer.address) or (of["name"] if of else None)}
         except OSError as error:
             return found | {"state": state_of(error)}
 
