@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -232,6 +233,7 @@ def examined(rank: int, world: int, name: str | None, quick: bool = False) -> di
     from towpath.doctor.examination import Examination, Member
     from towpath.doctor.meeting import PORT, Leader, Place, follow
 
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does; a lab's ranks begin with the kernel's default
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the lab has decided; a user may not have
         os.environ.pop(variable, None)
     if quick:

@@ -20,14 +20,13 @@ from typing import Any
 from towpath.doctor.compute import compute, load
 from towpath.doctor.findings import Finding
 from towpath.doctor.interfaces import interfaces, is_usable, plain
-from towpath.doctor.judge import judge
+from towpath.doctor.judge import Direction, back, judge
 from towpath.doctor.machine import machine_facts
 from towpath.doctor.meeting import Leader, Place
 from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
 from towpath.doctor.services import Services
 
 Facts = dict[str, Any]
-Direction = tuple[int, int]
 
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.0, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
@@ -205,12 +204,12 @@ class Examination:
         for a, b in pairs:
             reach = [reached[a, b], reached[b, a]]
             found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
-        active = [way if _open(reached[way]) else way[::-1] for way in pairs]
+        active = [way if _open(reached[way]) else back(way) for way in pairs]
         more = {"do": "measure", "seconds": seconds}
         for (a, b), told in self._ask_paths(active, reached, more).items():
             out, back = ("out", "back") if a < b else ("back", "out")
             found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
-        for ways in (pairs, [way[::-1] for way in pairs]):
+        for ways in (pairs, [back(way) for way in pairs]):
             for (a, b), told in self._ask_paths(ways, reached, {"do": "ways"}).items():
                 found[min(a, b), max(a, b)]["ways"] += [each | {"from": a, "to": b} for each in told]
         return found

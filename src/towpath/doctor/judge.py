@@ -40,6 +40,11 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
     return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
 
 
+def back(way: Direction) -> Direction:
+    """Return the other direction."""
+    return way[1], way[0]
+
+
 def per_second(rate: float) -> str:
     """Return a rate in bytes per second as text in bits."""
     return f"{rate * 8 / 1e9:.3g} Gbit/s" if rate >= 1.25e8 else f"{rate * 8 / 1e6:.3g} Mbit/s"
@@ -89,21 +94,21 @@ class _Case:
             next((each for each in self.reach.get(way, []) if each["state"] == "open"), {})
             for way in ((machine, other), (other, machine))
         )
-        interfaces = self.machines[machine]["interfaces"]
-        for each in interfaces:
-            if each["name"] == used.get("interface") if used else found.get("address") in map(plain, each["addresses"]):
+        for each in self.machines[machine]["interfaces"]:
+            names = [each["name"]] if used else map(plain, each["addresses"])
+            if (used.get("interface") if used else found.get("address")) in names:
                 return each
         return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
 
     def text(self, way: Direction) -> str:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
-        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, way[::-1]))
+        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, back(way)))
 
     def place(self, blame: _Blame) -> str:
         """Return the words for where directions are bad."""
         if len(blame.machines) > 1:
             return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
-        (machine,) = blame.machines
+        machine = blame.machines[0]
         what = "" if blame.both_ways else "what it sends, " if blame.first[0] == machine else "what it receives, "
         return f"{what}the cable of {self.names[machine]} ({self.device(blame)})"
 
@@ -114,7 +119,7 @@ class _Case:
 
     def carried(self, blame: _Blame) -> float:
         """Return the bytes per second of the slowest direction, while both are in use."""
-        return min(self.ways[way].get("together") or 0.0 for way in blame.ways)
+        return min(self.ways[way]["together"] or self.ways[way]["alone"] for way in blame.ways)
 
     def limit(self, way: Direction) -> float:
         """Return the bytes per second up to which a direction is tested."""
@@ -128,7 +133,7 @@ class _Case:
         best = sorted(max(rates, default=0.0) for rates in ends)
         found: dict[Direction, float] = {}
         for way in self.ways:
-            sides = [(at, self.interface(at, to)) for at, to in (way, way[::-1])]
+            sides = [(at, self.interface(at, to)) for at, to in (way, back(way))]
             speeds = [of["megabits"] for _, of in sides]
             shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
             usual = best[len(best) // 2]
@@ -186,9 +191,9 @@ class _Case:
 
     def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
         """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
-        self.explained |= {way for at in blame.ways for way in (at, at[::-1])}
+        self.explained |= {way for at in blame.ways for way in (at, back(at))}
         hints = dict.fromkeys(
-            hint for way in sorted(blame.ways) for end in (way, way[::-1]) for hint in self.hints(*end)
+            hint for way in sorted(blame.ways) for end in (way, back(way)) for hint in self.hints(*end)
         )
         rate, repaired = self.carried(blame), more.pop("repaired", None)
         words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
@@ -257,7 +262,7 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
             target=case.machines[way[1]]["address"],
             how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
         )
-        case.explained |= {at for each in blame.ways for at in (each, each[::-1])}
+        case.explained |= {at for each in blame.ways for at in (each, back(each))}
     for machine, told in enumerate(case.machines):
         used, name = told["training"], case.names[machine]
         tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
@@ -346,12 +351,13 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
     better: dict[tuple[str, str, str], dict[int, tuple[Direction, float, float]]] = {}
     found: set[Direction] = set()
     for pair in case.facts["pairs"]:
-        for way in (tuple(pair["machines"]), tuple(pair["machines"][::-1])):
+        a, b = pair["machines"]
+        for way in ((a, b), (b, a)):
             tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
             used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
             if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
                 continue
-            found |= {way, way[::-1]}
+            found |= {way, back(way)}
             # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
             key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
             if best["address"] != used["address"]:
@@ -398,7 +404,7 @@ def _duplex(case: _Case) -> Iterator[Finding]:
     """Find pairs whose directions share what one of them carries alone."""
     bad: set[Direction] = set()
     for way in case.ways.keys() - case.explained:
-        both = [case.ways[way], case.ways.get(way[::-1], case.ways[way])]
+        both = [case.ways[way], case.ways.get(back(way), case.ways[way])]
         alone, together = (sum(each[kind] for each in both) for kind in ("alone", "together"))
         if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
             bad.add(way)
