@@ -338,7 +338,7 @@ def test_cables_faster_than_sockets_are_not_judged() -> None:
 
 
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
-    facts = cluster(3)
+    facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))
     slower(0.2, ways(facts, sender=2), ways(facts, receiver=2))
     found = priced(facts, judge(facts), describe_model("gpt-2.5b"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
@@ -12,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.padding import Padding
 
 from towpath.cli.terminal import table_of
 from towpath.doctor.examination import Examination, Member
@@ -44,7 +44,7 @@ def doctor(
     ] = PORT,
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="How long the machines wait for one another to come.")
-    ] = 20.0,
+    ] = 30.0,
     model: Annotated[
         str, typer.Option(metavar="MODEL", help="For what training would gain: as for `towpath plan`.")
     ] = "qwen3-0.6b",
@@ -135,7 +135,8 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
             now, then = (f"{seconds:.3g}" if seconds else "none" for seconds in each.seconds)
             lines.append(f"= step {now} → {then} s ({model}, one sequence a rank, simulated)")
         for line in lines:
-            console.print(Padding(line, (0, 0, 0, 5 if line[:1] in "→=" else 7), expand=False))
+            indent = " " * (5 if line[:1] in "→=" else 7)
+            console.print(textwrap.fill(line, 100, initial_indent=indent, subsequent_indent=indent + "  "))
         console.print()
 
 

@@ -1,7 +1,7 @@
 """`towpath doctor`: finds what is wrong with a network and its machines before a training is started on them.
 
-It needs no process group, so it works where training does not. Every wait has a limit: a port that nobody can reach is
-a finding, and never a hang.
+It needs no process group, so it works where training does not. Every wait has a limit: a port that no other machine
+reaches is a finding, and never a hang.
 
     meeting       the processes find one another. The first of them leads, and the others carry out what it asks for
     examination   what the leader asks for, and in which order
@@ -10,5 +10,5 @@ a finding, and never a hang.
     judge         from all facts to causes. A pure function, without any network
     gain          what a cause costs a training, from the planner
 
-Facts are values of JSON from the start, because they travel between machines, and `--json` prints them.
+Facts are values of JSON from the start, because they are sent between machines, and `--json` prints them.
 """

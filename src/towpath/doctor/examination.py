@@ -20,7 +20,7 @@ from typing import Any
 from towpath.doctor.compute import compute, load
 from towpath.doctor.findings import Finding
 from towpath.doctor.interfaces import interfaces, is_usable, plain
-from towpath.doctor.judge import Direction, back, judge
+from towpath.doctor.judge import Direction, judge, turned
 from towpath.doctor.machine import machine_facts
 from towpath.doctor.meeting import Leader, Place
 from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
@@ -39,7 +39,7 @@ _SMALLER = ("loss", "stalls", "latency")
 
 
 class Member:
-    """What one process does in an examination. Only the first process of a machine measures paths."""
+    """One process of an examination. Only the first process of a machine measures paths."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -204,12 +204,12 @@ class Examination:
         for a, b in pairs:
             reach = [reached[a, b], reached[b, a]]
             found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
-        active = [way if _open(reached[way]) else back(way) for way in pairs]
+        active = [way if _open(reached[way]) else turned(way) for way in pairs]
         more = {"do": "measure", "seconds": seconds}
         for (a, b), told in self._ask_paths(active, reached, more).items():
             out, back = ("out", "back") if a < b else ("back", "out")
             found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
-        for ways in (pairs, [back(way) for way in pairs]):
+        for ways in (pairs, [turned(way) for way in pairs]):
             for (a, b), told in self._ask_paths(ways, reached, {"do": "ways"}).items():
                 found[min(a, b), max(a, b)]["ways"] += [each | {"from": a, "to": b} for each in told]
         return found
@@ -234,7 +234,7 @@ def _open(tried: Sequence[Facts]) -> Facts | None:
 
 
 def tournament(count: int) -> list[list[Direction]]:
-    """Return rounds in which each of `count` meets every other once, and nobody is in two pairs of a round."""
+    """Return rounds in which each of `count` meets every other once, and no one is in two pairs of a round."""
     players = [*range(count), *([-1] if count % 2 else [])]
     rounds: list[list[Direction]] = []
     for _ in range(len(players) - 1):

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """What a finding does to training."""
+    """The effect of a finding on training."""
 
     BLOCKS = "blocks"  # training does not start, hangs or fails
     SLOWS = "slows"  # training runs, and each step takes longer

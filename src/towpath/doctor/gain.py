@@ -1,4 +1,4 @@
-"""What a finding costs a training: the planner's step of a model on the cluster as it is, and as it could be."""
+"""The cost of a finding: the planner's step of a model on the cluster as it is, and as it could be."""
 
 from __future__ import annotations
 

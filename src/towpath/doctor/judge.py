@@ -1,4 +1,4 @@
-"""From the facts of an examination to what is wrong. A pure function: facts of another day give the same answer.
+"""Judges the facts of an examination. It is a pure function: facts of another day give the same answer.
 
 A cable is judged against the rate that it says itself, where it says one, else against the other machines, and with
 two machines against the other direction. What one finding explains is not found again: a path that loses packets is
@@ -40,7 +40,7 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
     return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
 
 
-def back(way: Direction) -> Direction:
+def turned(way: Direction) -> Direction:
     """Return the other direction."""
     return way[1], way[0]
 
@@ -52,7 +52,7 @@ def per_second(rate: float) -> str:
 
 @dataclass(frozen=True)
 class _Blame:
-    """Who is behind bad directions: one machine, or else a pair, of which the sender is first."""
+    """The machine behind bad directions, or else the pair, of which the sender is first."""
 
     machines: tuple[int, ...]
     ways: frozenset[Direction]
@@ -102,7 +102,7 @@ class _Case:
 
     def text(self, way: Direction) -> str:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
-        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, back(way)))
+        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, turned(way)))
 
     def place(self, blame: _Blame) -> str:
         """Return the words for where directions are bad."""
@@ -133,7 +133,7 @@ class _Case:
         best = sorted(max(rates, default=0.0) for rates in ends)
         found: dict[Direction, float] = {}
         for way in self.ways:
-            sides = [(at, self.interface(at, to)) for at, to in (way, back(way))]
+            sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
             speeds = [of["megabits"] for _, of in sides]
             shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
             usual = best[len(best) // 2]
@@ -191,9 +191,9 @@ class _Case:
 
     def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
         """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
-        self.explained |= {way for at in blame.ways for way in (at, back(at))}
+        self.explained |= {way for at in blame.ways for way in (at, turned(at))}
         hints = dict.fromkeys(
-            hint for way in sorted(blame.ways) for end in (way, back(way)) for hint in self.hints(*end)
+            hint for way in sorted(blame.ways) for end in (way, turned(way)) for hint in self.hints(*end)
         )
         rate, repaired = self.carried(blame), more.pop("repaired", None)
         words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
@@ -262,7 +262,7 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
             target=case.machines[way[1]]["address"],
             how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
         )
-        case.explained |= {at for each in blame.ways for at in (each, back(each))}
+        case.explained |= {at for each in blame.ways for at in (each, turned(each))}
     for machine, told in enumerate(case.machines):
         used, name = told["training"], case.names[machine]
         tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
@@ -357,7 +357,7 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
             used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
             if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
                 continue
-            found |= {way, back(way)}
+            found |= {way, turned(way)}
             # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
             key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
             if best["address"] != used["address"]:
@@ -404,7 +404,7 @@ def _duplex(case: _Case) -> Iterator[Finding]:
     """Find pairs whose directions share what one of them carries alone."""
     bad: set[Direction] = set()
     for way in case.ways.keys() - case.explained:
-        both = [case.ways[way], case.ways.get(back(way), case.ways[way])]
+        both = [case.ways[way], case.ways.get(turned(way), case.ways[way])]
         alone, together = (sum(each[kind] for each in both) for kind in ("alone", "together"))
         if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
             bad.add(way)

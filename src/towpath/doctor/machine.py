@@ -23,7 +23,7 @@ _VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|UCX|OMP|MKL|CUDA)_\w+")
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what this machine says of itself, as JSON."""
+    """Return what this machine reports, as JSON."""
     found = interfaces()
     gloo, nccl = gloo_choice(found), nccl_choice(found)
     on_gpus = _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""

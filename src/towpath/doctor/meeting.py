@@ -40,7 +40,7 @@ def is_launched() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process stands among those that take part.
+    """The place of this process among those that take part.
 
     Attributes:
         number: Its number. 0 leads.

@@ -1,4 +1,4 @@
-"""What a machine does for the others while they measure their paths to it: on one TCP port, and one UDP port."""
+"""Answers the others while they measure their paths to this machine: on one TCP port, and one UDP port."""
 
 from __future__ import annotations
 
