@@ -46,7 +46,7 @@ _STOP_AND_GO = (
     "pid = int(sys.argv[1])\n"
     "while True:\n"
     "    os.kill(pid, signal.SIGSTOP)\n"
-    "    select.select([], [], [], 0.03)\n"
+    "    select.select([], [], [], 0.09)\n"
     "    os.kill(pid, signal.SIGCONT)\n"
     "    if select.select([sys.stdin], [], [], 0.01)[0]: break\n"
 )
@@ -147,7 +147,7 @@ def _no_offload() -> Generator[None]:
 
 @contextmanager
 def _stopped_now_and_then() -> Generator[None]:
-    """Let this process run only a quarter of the time."""
+    """Let this process run only a tenth of the time."""
     command = [sys.executable, "-S", "-c", _STOP_AND_GO, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
         try:

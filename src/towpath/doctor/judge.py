@@ -18,12 +18,14 @@ from towpath.doctor.interfaces import is_loopback, is_usable, plain
 Direction = tuple[int, int]
 
 _PAYLOAD = 0.94  # of the rate of a cable, after the headers of Ethernet, IP and TCP
-_SLOW, _FASTER_WAY, _SLOW_RANK, _SLOW_COPIES = 0.75, 1.4, 0.7, 0.5
-_HALF_DUPLEX = 0.7  # of what both directions carry alone, while both are in use
+_SLOW, _FASTER_WAY, _SLOW_RANK, _SLOW_COPIES = 0.7, 1.4, 0.65, 0.5
+_HALF_DUPLEX = 0.65  # of what both directions carry alone, while both are in use
 # Sockets of Python reach so much of what they reach on a loopback. Faster cables are not tested to their limit.
 OF_LOOPBACK = 0.4
 _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
+# Causes that a busy machine can feign.
+OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
 _VERSIONS = ("towpath", "torch", "nvidia-nccl", "driver")
 _SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 _OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
@@ -90,13 +92,11 @@ class _Case:
 
     def interface(self, machine: int, other: int) -> dict[str, Any]:
         """Return the interface over which a machine reaches another one, or is reached by it."""
-        used, found = (
-            next((each for each in self.reach.get(way, []) if each["state"] == "open"), {})
-            for way in ((machine, other), (other, machine))
-        )
+        tried = [(0, each) for each in self.reach.get((machine, other), [])]
+        tried += [(1, each) for each in self.reach.get((other, machine), [])]
+        from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
         for each in self.machines[machine]["interfaces"]:
-            names = [each["name"]] if used else map(plain, each["addresses"])
-            if (used.get("interface") if used else found.get("address")) in names:
+            if used["address"] in map(plain, each["addresses"]) if from_there else each["name"] == used["interface"]:
                 return each
         return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
 
@@ -106,9 +106,9 @@ class _Case:
 
     def place(self, blame: _Blame) -> str:
         """Return the words for where directions are bad."""
-        if len(blame.machines) > 1:
+        machine, *others = blame.machines
+        if others:
             return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
-        machine = blame.machines[0]
         what = "" if blame.both_ways else "what it sends, " if blame.first[0] == machine else "what it receives, "
         return f"{what}the cable of {self.names[machine]} ({self.device(blame)})"
 
