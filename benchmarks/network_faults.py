@@ -230,17 +230,17 @@ CLEAN_SHAPES = (Topology(2, 1), Topology(2, 2), Topology(3, 1), Topology(4, 1), 
 def examined(rank: int, world: int, name: str | None, quick: bool = False) -> dict[str, Any] | None:
     """Examine the nodes of a lab with a fault, or without any. Rank 0 returns facts and findings."""
     from towpath.doctor import examination, paths
-    from towpath.doctor.examination import Examination, Member
-    from towpath.doctor.meeting import PORT, Leader, Place, follow
+    from towpath.doctor.examination import Examination, Examinee
+    from towpath.doctor.gathering import PORT, Leader, Place, follow
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does; a lab's ranks begin with the kernel's default
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the lab has decided; a user may not have
         os.environ.pop(variable, None)
     if quick:
-        examination._COMPUTE_SECONDS = examination._RATE_SECONDS = 0.25  # pyright: ignore[reportPrivateUsage]
+        examination._RATE_SECONDS = 0.3  # pyright: ignore[reportPrivateUsage]
         paths._ECHO_SECONDS, paths._DATAGRAMS = 0.05, 800  # pyright: ignore[reportPrivateUsage]
     place = Place.of_launcher(PORT)
-    member = Member(place)
+    member = Examinee(place)
     inject = nullcontext() if name is None else FAULTS[name].inject(int(os.environ["GROUP_RANK"]), place.local)
     with inject:
         # A process meets the others when its own fault is there, so all of them are when the leader begins.

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cases import each
 from towpath.doctor import paths
+from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
 from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
-from towpath.doctor.meeting import Leader, Place, follow, why_unreachable
 from towpath.doctor.paths import Peer, measure, reach
 from towpath.doctor.services import Services
 from towpath.errors import ConfigError

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 
 from towpath.cli.terminal import table_of
-from towpath.doctor.examination import Examination, Member
+from towpath.doctor.examination import Examination, Examinee
 from towpath.doctor.findings import Finding, Severity
 from towpath.doctor.gain import priced
+from towpath.doctor.gathering import PORT, Leader, Place, follow, is_launched, why_unreachable
 from towpath.doctor.judge import OF_LOOPBACK, per_second
-from towpath.doctor.meeting import PORT, Leader, Place, follow, is_launched, why_unreachable
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.plan.catalog import describe_model
@@ -76,7 +76,7 @@ def doctor(
     described = describe_model(model)
     listed = tuple(filter(None, (host.strip() for host in (hosts or "").split(","))))
     place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
-    member = Member(place)
+    member = Examinee(place)
     try:
         if place.number:
             text, status = follow(place, member.perform, member.hello, wait)
@@ -90,7 +90,7 @@ def doctor(
     raise typer.Exit(status)
 
 
-def _lead(place: Place, member: Member, wait: float, model: Model, output: Path | None) -> tuple[str, int]:
+def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> tuple[str, int]:
     """Examine all that come, and tell them the result. Return the report and the exit code."""
     with show_progress("Looking for the other machines") as say:
         leader = Leader(place, member.perform, member.hello)
@@ -129,7 +129,7 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
         if each.severity is not heading:
             heading = each.severity
             console.print(f"{_HEADINGS[heading]}\n")
-        console.print(f"{number}. {each.cause.upper()}: {each.summary}.")
+        console.print(textwrap.fill(f"{number}. {each.cause.upper()}: {each.summary}.", 100, subsequent_indent="   "))
         lines = [*each.evidence, *(f"→ {line}" for line in each.remedy)]
         if each.seconds is not None:
             now, then = (f"{seconds:.3g}" if seconds else "none" for seconds in each.seconds)

@@ -19,27 +19,27 @@ from typing import Any
 
 from towpath.doctor.compute import compute, load
 from towpath.doctor.findings import Finding
+from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.interfaces import interfaces, is_usable, plain
 from towpath.doctor.judge import OF_RATES, Direction, judge, turned
 from towpath.doctor.machine import machine_facts
-from towpath.doctor.meeting import Leader, Place
 from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
 from towpath.doctor.services import Services
 
 Facts = dict[str, Any]
 
-_COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.0, 0.3
+_COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
 _RATE_SECONDS, _ROUNDS_SECONDS = 1.0, 5.0
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
 # What looks wrong is measured again so often, and rates most often, unless the examination has taken so long.
-_MOST_AGAIN, _CONFIRM_UNTIL_SECONDS = 3, 36.0
+_MOST_AGAIN, _BETTER, _CONFIRM_UNTIL_SECONDS = 3, 1.05, 36.0
 _MOST_ADDRESSES = 12
 # Of two measurements, the smaller of these values counts, and the larger of all others.
 _SMALLER = ("loss", "stalls", "latency")
 
 
-class Member:
+class Examinee:
     """One process of an examination. Only the first process of a machine measures paths."""
 
     def __init__(self, place: Place) -> None:
@@ -96,12 +96,17 @@ class Examination:
         self._ask_compute()
         numbers = range(len(self._machines))
         self._measure([(a, b) for a in numbers for b in numbers if a < b])
+        before: dict[str, float] = {}
         for again in range(_MOST_AGAIN):
             found = [each for each in judge(self.facts()) if not again or each.cause in OF_RATES]
             suspects = sorted({pair for each in found for pair in each.pairs})
             slow_ranks = any(each.flops is not None for each in found)
             if not (suspects or slow_ranks) or time.monotonic() - self._began > _CONFIRM_UNTIL_SECONDS:
                 break
+            now = {each.where: each.rate or each.flops or 0.0 for each in found}
+            if again and all(rate <= _BETTER * before.get(where, 0.0) for where, rate in now.items()):
+                break  # it is as slow as before, so nothing has disturbed it
+            before = now
             if slow_ranks:
                 self._ask_compute()
             if suspects:

@@ -28,7 +28,7 @@ def priced(facts: Mapping[str, Any], findings: Sequence[Finding], model: Model) 
     """
     machines = [[device for rank in machine["ranks"] for device in rank["devices"]] for machine in facts["machines"]]
     every = sorted((device for devices in machines for device in devices), key=lambda device: device["flops"])
-    bad = {pair for each in findings for pair in each.pairs}
+    bad = {pair for each in findings for pair in each.pairs if each.rate is not None}
     good = [pair for pair in facts["pairs"] if tuple(pair["machines"]) not in bad]
     rates = [pair[way]["together"] for pair in good for way in ("out", "back") if pair[way].get("together")]
     rates += [each.repaired for each in findings if each.repaired]

@@ -96,7 +96,8 @@ class _Case:
         tried += [(1, each) for each in self.reach.get((other, machine), [])]
         from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
         for each in self.machines[machine]["interfaces"]:
-            if used["address"] in map(plain, each["addresses"]) if from_there else each["name"] == used["interface"]:
+            own = list(map(plain, each["addresses"])) if from_there else [each["name"]]
+            if used["address" if from_there else "interface"] in own:
                 return each
         return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
 
@@ -109,8 +110,9 @@ class _Case:
         machine, *others = blame.machines
         if others:
             return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
-        what = "" if blame.both_ways else "what it sends, " if blame.first[0] == machine else "what it receives, "
-        return f"{what}the cable of {self.names[machine]} ({self.device(blame)})"
+        side = "" if blame.both_ways else "sending " if blame.first[0] == machine else "receiving "
+        cable = f"cable of {self.names[machine]} ({self.device(blame)})"
+        return f"the {side}side of the {cable}" if side else f"the {cable}"
 
     def device(self, blame: _Blame) -> str:
         """Return the interface of the first of those to blame."""

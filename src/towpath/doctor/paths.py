@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from towpath.doctor.channels import SHORT_BYTES, Channel, state_of
 from towpath.doctor.interfaces import Interface, family_of, interface_of, interfaces, is_near, route_towards
-from towpath.doctor.links import SHORT_BYTES, Link, state_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
 
 _ECHOES, _ECHO_SECONDS, _WAY_SECONDS = 200, 0.3, 0.4
@@ -45,9 +45,9 @@ class Peer:
     token: str
     interface: str | None = None
 
-    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Link:
+    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Channel:
         """Return a connection to one of its services."""
-        link = Link.to(self.address, self.port, segment=segment, interface=self.interface)
+        link = Channel.to(self.address, self.port, segment=segment, interface=self.interface)
         try:
             link.send({"token": self.token, "do": what, **more})
             link.receive()

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from statistics import fmean, median
 
-from towpath.doctor.links import Link, listen
+from towpath.doctor.channels import Channel, listen
 
 CHUNK_BYTES = 1 << 20
 # A datagram: the token, the test, its number, how many of the test have arrived, and the bytes of the wanted answer.
@@ -45,7 +45,7 @@ class Services:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, KeyError, TypeError), Link(connection) as link:
+        with contextlib.suppress(OSError, KeyError, TypeError), Channel(connection) as link:
             asked = link.receive()
             if asked["token"] != self.token:  # another machine is meant, which has the same address
                 return
@@ -93,7 +93,7 @@ def datagram_socket(family: int) -> socket.socket:
     return made
 
 
-def give(link: Link, seconds: float) -> None:
+def give(link: Channel, seconds: float) -> None:
     """Send as much as the path takes for some seconds, and drop the rest."""
     block, until = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + seconds
     link.socket.settimeout(TICK_SECONDS)

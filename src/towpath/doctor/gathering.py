@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from towpath.doctor.channels import SHORT_BYTES, Channel, listen, state_of
 from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable, resolved, source_towards
-from towpath.doctor.links import SHORT_BYTES, Link, listen, state_of
 from towpath.errors import ConfigError
 
 PORT = 29511
@@ -98,21 +98,21 @@ class Place:
         )
 
 
-def _connected(host: str, port: int) -> Link:
+def _connected(host: str, port: int) -> Channel:
     """Connect to a host, at all its addresses in turn. Segments are short in both directions."""
     error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
         try:
-            return Link.to(address, port, segment=SHORT_BYTES)
+            return Channel.to(address, port, segment=SHORT_BYTES)
         except OSError as found:
             error = found
     raise error
 
 
-class _Listener:
+class _ChannelListener:
     """Calls a function with each connection that comes, in a thread of its own, until it is closed."""
 
-    def __init__(self, place: Place, greet: Callable[[Link], None]) -> None:
+    def __init__(self, place: Place, greet: Callable[[Channel], None]) -> None:
         self._greet = greet
         try:
             self._socket = listen(place.port)
@@ -127,7 +127,7 @@ class _Listener:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # until it is closed
             while True:
-                _in_background(self._greet, Link(self._socket.accept()[0]))
+                _in_background(self._greet, Channel(self._socket.accept()[0]))
 
     def close(self) -> None:
         """Take no more connections."""
@@ -145,13 +145,13 @@ class Leader:
 
     def __init__(self, place: Place, perform: Perform, hello: Any) -> None:
         self.place, self._perform = place, perform
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, Channel] = {}
         self.hellos: dict[int, Any] = {0: hello}
         # Of those that did not come, how it ended to connect to them; and of those that do not answer, the question.
         self.states: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._listener = _Listener(place, self._greet)
+        self._listener = _ChannelListener(place, self._greet)
 
     def gather(self, seconds: float, say: Callable[[str], object]) -> None:
         """Wait until all have come, or the time is over."""
@@ -172,7 +172,7 @@ class Leader:
                 self.states[number] = state_of(error)
             time.sleep(_PAUSE_SECONDS)
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: Channel) -> None:
         """Welcome the process at the other end, if it belongs here and has no connection yet."""
         try:
             hello = link.receive(_GREET_SECONDS)
@@ -236,13 +236,13 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
     return question["text"], question["status"]
 
 
-def _find(place: Place, hello: Any, until: float) -> Link:
+def _find(place: Place, hello: Any, until: float) -> Channel:
     """Return a connection over which the leader has welcomed this process, whichever of the two made it."""
-    found: list[Link] = []
+    found: list[Channel] = []
     refused: list[str] = []
     lock = threading.Lock()
 
-    def introduce(link: Link) -> None:
+    def introduce(link: Channel) -> None:
         with contextlib.suppress(OSError, AttributeError):
             link.send(hello)
             answer = link.receive(_GREET_SECONDS)
@@ -253,7 +253,7 @@ def _find(place: Place, hello: Any, until: float) -> Link:
                     return
         link.close()
 
-    listener = _Listener(place, introduce) if place.hosts else None
+    listener = _ChannelListener(place, introduce) if place.hosts else None
     error: OSError | None = None
     while time.monotonic() < until and not found and not refused:
         try:

@@ -29,7 +29,7 @@ _STATES = {
 }
 
 
-class Link:
+class Channel:
     """One end of a connection. A `with` statement closes it."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -40,7 +40,7 @@ class Link:
         self._lines = connection.makefile("rb")
 
     @staticmethod
-    def to(address: str, port: int, *, segment: int | None = None, interface: str | None = None) -> Link:
+    def to(address: str, port: int, *, segment: int | None = None, interface: str | None = None) -> Channel:
         """Connect to an address, with segments of at most so many bytes, over an interface if one is named."""
         connection = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
@@ -50,7 +50,7 @@ class Link:
             if segment is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
             connection.connect((address, port))
-            return Link(connection)
+            return Channel(connection)
         except BaseException:
             connection.close()
             raise
@@ -80,7 +80,7 @@ class Link:
         self._lines.close()
         self.socket.close()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
