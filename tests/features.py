@@ -95,6 +95,7 @@ FEATURES = (
             planner_pipelines pytorch_steps sim sim_outer sim_pipeline
         """,
     ),
+    _feature("doctor", lab="doctor", unit="doctor doctor_paths"),
     _feature("statistics and traces", ranks="profiler trace", unit="record"),
 )
 

@@ -80,7 +80,8 @@ def _lost_peers_named() -> Generator[None]:
         rank = dist.get_rank() if dist.is_initialized() else 0
         raise ShardError(
             f"rank {rank}: shard() failed: {error}\nIf this speaks of a connection or of time, another rank has died, "
-            "has raised an error, or did not call shard(): see what the other ranks printed."
+            "has raised an error, or did not call shard(): see what the other ranks printed. If they wait, too, "
+            "`towpath doctor` examines the network."
         ) from error
 
 

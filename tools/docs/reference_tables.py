@@ -33,7 +33,7 @@ from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Topology
 
 # The pages docs/reference/cli-….md that have these commands; docs/reference/cli.md has all others.
-PAGE_OF = dict.fromkeys(("probe", "bench"), "measuring")
+PAGE_OF = dict.fromkeys(("probe", "bench", "doctor"), "measuring")
 SECTIONS = ("model", "data", "train", "strategy", "strategy.outer", "parallel", "log", "checkpoint")
 
 

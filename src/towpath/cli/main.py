@@ -23,6 +23,7 @@ import typer
 import towpath
 from towpath.cli import checkpoint
 from towpath.cli.benchmark import bench
+from towpath.cli.doctor import doctor
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
 from towpath.cli.terminal import CommandGroup, survive_closed_pipes
@@ -51,6 +52,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(probe)
 app.command()(bench)
+app.command()(doctor)
 app.add_typer(data, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)

@@ -76,7 +76,8 @@ class RankTransfer:
             raise StepError(
                 f"rank {members.number}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
                 f"one of its peers (rank {numbers}) has died, hangs, is at another step or has lost its link. See what "
-                f"it printed, and restart the job from the last checkpoint. {self._describe_ranks(others)}"
+                "it printed, and restart the job from the last checkpoint. If it said nothing, `towpath doctor` "
+                f"examines the network. {self._describe_ranks(others)}"
             ) from error
 
 

@@ -440,7 +440,7 @@ class Pipeline(Observable):
                 f"rank {dist.get_rank()}: step {self._counter.steps + 1} failed in stage {', '.join(map(str, own))} of "
                 f"{count}: {kind}{error}\n"
                 "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its "
-                f"link. The others:{''.join(lines)}"
+                f"link (`towpath doctor` examines the network). The others:{''.join(lines)}"
             ) from error
 
     # Schedules, stats, traces ---------------------------------------------------------------------------------------

@@ -84,11 +84,17 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
                 f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
                 "another port (torchrun --master-port)."
             ) from None
-        raise ConfigError(f"the ranks could not meet at {where}: {first_line(error)}") from None
+        raise ConfigError(
+            f"the ranks could not meet at {where}: {first_line(error)} `towpath doctor --hosts A,B`, on each machine, "
+            "finds out why."
+        ) from None
     except RuntimeError as error:  # gloo raises nothing more specific when another rank has died
         if "gloo" not in str(error):
             raise
-        raise StepError(f"the ranks could not meet at {rendezvous_address()}: {first_line(error)}") from error
+        raise StepError(
+            f"the ranks could not meet at {rendezvous_address()}: {first_line(error)} `towpath doctor` examines the "
+            "network."
+        ) from error
     timeline.mark("joined")
     return device
 

@@ -63,7 +63,7 @@ class Job:
                 raise
             raise StepError(
                 f"rank {self.rank} lost the others: {first_line(error)} One of them has died, hangs or has lost its "
-                "link: see what it says."
+                "link: see what it says. `towpath doctor` examines the network."
             ) from error
 
     def print_once(self, text: str) -> None:

@@ -338,7 +338,8 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
         if watchdog.warns and is_long and warned != progress and status.waits:
             warned = progress
             _LOG.warning(
-                "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",
+                "no progress for %.0f s: %s. This rank gives up after %.0f s. `towpath doctor` examines the network. "
+                "Other ranks:%s",
                 *(silent, status.describe(), patience, watchdog.describe(range(watchdog.world))),
             )
         del watchdog

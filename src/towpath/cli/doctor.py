@@ -1,0 +1,185 @@
+"""`towpath doctor`: find what is wrong with the network and the machines of a cluster, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from towpath.cli.terminal import table_of
+from towpath.doctor.examination import Examination, Examinee
+from towpath.doctor.findings import Finding, Severity
+from towpath.doctor.gain import priced
+from towpath.doctor.gathering import PORT, Leader, Place, follow, is_launched, why_unreachable
+from towpath.doctor.judge import OF_LOOPBACK, per_second
+from towpath.errors import ConfigError
+from towpath.files import check_output_file, write_output_file
+from towpath.plan.catalog import describe_model
+from towpath.plan.model import Model
+from towpath.progress import format_bytes, show_progress
+
+_FOUND = 1
+_HEADINGS = {
+    Severity.BLOCKS: "Training does not run, or hangs:",
+    Severity.SLOWS: "Training is slower than it could be:",
+    Severity.RISK: "This does no harm to what was measured, and may later:",
+}
+
+
+def doctor(
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,…", help="Addresses of all machines, if there is no launcher. The first one leads."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65535, help="The port at which the machines meet.")
+    ] = PORT,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long the machines wait for one another to come.")
+    ] = 30.0,
+    model: Annotated[
+        str, typer.Option(metavar="MODEL", help="For what training would gain: as for `towpath plan`.")
+    ] = "qwen3-0.6b",
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write facts and findings as JSON. -: to stdout.")
+    ] = None,
+) -> None:
+    """Find what is wrong with a cluster: its network, its machines, and what differs between them.
+
+    Example: `towpath doctor --hosts 192.168.1.10,192.168.1.11`, on each of these machines
+
+    Under a launcher: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath doctor`
+
+    It needs no process group, so it works where training hangs. Within a minute it measures which interfaces, ports and
+    packet sizes work between each two machines, how much each direction carries, and how fast each rank computes. It
+    prints the causes, the machine and cable of each, what to do, and how much faster a step would be.
+
+    Exit code: 0 if nothing is wrong, 1 if something is, or 2 for a mistake.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(f"doctor asks the kernel of Linux; this is {sys.platform}. Run it on Linux machines.")
+    if hosts is None and not is_launched():
+        raise ConfigError(
+            "doctor examines several machines: pass --hosts A,B with their addresses, and start it on each of them, or "
+            "start it with torchrun … -m towpath doctor."
+        )
+    to_stdout = str(output) == "-"
+    check_output_file("--json", None if to_stdout else output)
+    described = describe_model(model)
+    listed = tuple(filter(None, (host.strip() for host in (hosts or "").split(","))))
+    place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
+    member = Examinee(place)
+    try:
+        if place.number:
+            text, status = follow(place, member.perform, member.hello, wait)
+        else:
+            text, status = _lead(place, member, wait, described, output)
+    except OSError as error:
+        print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
+        raise typer.Exit(_FOUND) from None
+    if not to_stdout and (place.hosts or place.number == 0):
+        print(text, end="", flush=True)
+    raise typer.Exit(status)
+
+
+def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> tuple[str, int]:
+    """Examine all that come, and tell them the result. Return the report and the exit code."""
+    with show_progress("Looking for the other machines") as say:
+        leader = Leader(place, member.perform, member.hello)
+        leader.gather(wait, say)
+        facts, found = Examination(leader, say).run()
+        say("what training would gain")
+        found = priced(facts, found, model)
+    text, status = report(facts, found, model.name), _FOUND if found else 0
+    leader.dismiss(text, status)
+    as_json = json.dumps({**facts, "model": model.name, "findings": [asdict(each) for each in found]}, indent=1) + "\n"
+    if str(output) == "-":
+        print(as_json, end="", flush=True)
+    else:
+        write_output_file("--json", output, as_json)
+    return text, status
+
+
+def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "") -> str:
+    """Return the causes, the pairs and the machines as text of 100 columns."""
+    console = Console(file=(file := StringIO()), width=100, highlight=False, markup=False)
+    _print_findings(console, findings, model)
+    if facts.get("pairs"):
+        _print_pairs(console, facts)
+    if facts:
+        _print_machines(console, facts)
+    if not findings:
+        ways = [pair[way] for pair in facts["pairs"] for way in ("out", "back")]
+        rates = f", and each direction carries {per_second(min(way['alone'] for way in ways))} or more" if ways else ""
+        console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
+    return file.getvalue()
+
+
+def _print_findings(console: Console, findings: Sequence[Finding], model: str) -> None:
+    heading = None
+    for number, each in enumerate(findings, 1):
+        if each.severity is not heading:
+            heading = each.severity
+            console.print(f"{_HEADINGS[heading]}\n")
+        console.print(textwrap.fill(f"{number}. {each.cause.upper()}: {each.summary}.", 100, subsequent_indent="   "))
+        lines = [*each.evidence, *(f"→ {line}" for line in each.remedy)]
+        if each.seconds is not None:
+            now, then = (f"{seconds:.3g}" if seconds else "none" for seconds in each.seconds)
+            lines.append(f"= step {now} → {then} s ({model}, one sequence a rank, simulated)")
+        for line in lines:
+            indent = " " * (5 if line[:1] in "→=" else 7)
+            console.print(textwrap.fill(line, 100, initial_indent=indent, subsequent_indent=indent + "  "))
+        console.print()
+
+
+def _print_pairs(console: Console, facts: Mapping[str, Any]) -> None:
+    names = [machine["name"] for machine in facts["machines"]]
+    table = table_of("from → to", "over", "alone", "both ways", "lost", "packet", "latency", numbers=2)
+    fastest = 0.0
+    for pair in facts["pairs"]:
+        ends = tuple(pair["machines"])
+        for (one, other), way, reached in ((ends, "out", 0), (ends[::-1], "back", 1)):
+            told, tried = pair[way], [each for each in pair["reach"][reached] if each["state"] == "open"]
+            over = f"{tried[0]['interface']} to {tried[0]['address']}" if tried else "does not connect"
+            row = [f"{names[one]} → {names[other]}", over]
+            if told:
+                lost, packet = (told.get(key) for key in ("loss", "packet"))
+                row += [per_second(told["alone"]), per_second(told["together"])]
+                row += ["?" if lost is None else f"{lost:.2%}", str(packet or "?"), f"{pair['latency'] * 1e3:.3g} ms"]
+                fastest = max(fastest, told["alone"])
+            table.add_row(*row)
+    console.print(table)
+    limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
+    if fastest > limit:
+        console.print(
+            f"What carries more than {per_second(limit)} was not tested to its limit, which is that of sockets here."
+        )
+    console.print()
+
+
+def _print_machines(console: Console, facts: Mapping[str, Any]) -> None:
+    table = table_of(
+        "machine", "training uses", "link", "torch", "towpath", "copies", "GFLOP/s of each rank", numbers=5
+    )
+    for machine in facts["machines"]:
+        used, versions = machine["training"], machine["versions"]
+        of = next((each for each in machine["interfaces"] if each["name"] == used["interface"]), {})
+        link = f"{of['megabits']} Mbit/s" if of.get("megabits") else of.get("driver") or "unknown"
+        devices = [device for rank in machine["ranks"] for device in rank["devices"]]
+        copied = f"{format_bytes(min((device['copied'] for device in devices), default=0.0))}/s"
+        flops = ", ".join(f"{device['flops'] / 1e9:.4g}" for device in devices)
+        uses = f"{used['interface']} {used['address']}"
+        table.add_row(machine["name"], uses, link, versions.get("torch", "none"), versions["towpath"], copied, flops)
+    console.print(table)
+    for machine in facts["machines"]:
+        for note in machine["notes"]:
+            console.print(f"{machine['name']}: {note}")
+    console.print()

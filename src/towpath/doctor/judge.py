@@ -1,0 +1,482 @@
+"""Judges the facts of an examination. It is a pure function: facts of another day give the same answer.
+
+A cable is judged against the rate that it says itself, where it says one, else against the other machines, and with
+two machines against the other direction. What one finding explains is not found again: a path that loses packets is
+slow, but not because of its cable.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from towpath.doctor.findings import Finding, Severity, finding
+from towpath.doctor.interfaces import is_loopback, is_usable, plain
+
+Direction = tuple[int, int]
+
+_PAYLOAD = 0.94  # of the rate of a cable, after the headers of Ethernet, IP and TCP
+_SLOW, _FASTER_WAY, _SLOW_RANK, _SLOW_COPIES = 0.7, 1.4, 0.65, 0.5
+_HALF_DUPLEX = 0.65  # of what both directions carry alone, while both are in use
+# Sockets of Python reach so much of what they reach on a loopback. Faster cables are not tested to their limit.
+OF_LOOPBACK = 0.4
+_LOST, _LOST_SHARE = 4, 0.003
+_CLOCK_SECONDS = 2.0
+# Causes that a busy machine can feign.
+OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
+_VERSIONS = ("towpath", "torch", "nvidia-nccl", "driver")
+_SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+_OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
+
+
+def judge(facts: Mapping[str, Any]) -> list[Finding]:
+    """Return what is wrong, what ends training first, and of what slows it the slowest cable first."""
+    case = _Case(facts)
+    # In this order: what an earlier check explains is not looked at by later ones.
+    reachable = (_absent, _names, _unreachable, _shared_addresses)
+    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _versions, _variables, _clocks)
+    found = [each for check in checks for each in check(case)]
+    order = list(Severity)
+    return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
+
+
+def turned(way: Direction) -> Direction:
+    """Return the other direction."""
+    return way[1], way[0]
+
+
+def per_second(rate: float) -> str:
+    """Return a rate in bytes per second as text in bits."""
+    return f"{rate * 8 / 1e9:.3g} Gbit/s" if rate >= 1.25e8 else f"{rate * 8 / 1e6:.3g} Mbit/s"
+
+
+@dataclass(frozen=True)
+class _Blame:
+    """The machine behind bad directions, or else the pair, of which the sender is first."""
+
+    machines: tuple[int, ...]
+    ways: frozenset[Direction]
+
+    @property
+    def both_ways(self) -> bool:
+        return any((b, a) in self.ways for a, b in self.ways)
+
+    @property
+    def first(self) -> Direction:
+        return min(self.ways)
+
+    @property
+    def pairs(self) -> tuple[Direction, ...]:
+        return tuple(sorted({(min(way), max(way)) for way in self.ways}))
+
+
+class _Case:
+    """The facts, by machine, direction and pair."""
+
+    def __init__(self, facts: Mapping[str, Any]) -> None:
+        self.facts = facts
+        self.machines: list[dict[str, Any]] = facts["machines"]
+        self.names: list[str] = [machine["name"] for machine in self.machines]
+        self.ways: dict[Direction, dict[str, Any]] = {}
+        self.reach: dict[Direction, list[dict[str, Any]]] = {}
+        for pair in facts["pairs"]:
+            a, b = pair["machines"]
+            self.reach[a, b], self.reach[b, a] = pair["reach"]
+            self.ways |= {way: told for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])) if told}
+        self.explained: set[Direction] = set()  # directions that a finding has explained
+        self.expected = self._expected()
+
+    # What is known of a direction -------------------------------------------------------------------------------------
+
+    def interface(self, machine: int, other: int) -> dict[str, Any]:
+        """Return the interface over which a machine reaches another one, or is reached by it."""
+        tried = [(0, each) for each in self.reach.get((machine, other), [])]
+        tried += [(1, each) for each in self.reach.get((other, machine), [])]
+        from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
+        for each in self.machines[machine]["interfaces"]:
+            own = list(map(plain, each["addresses"])) if from_there else [each["name"]]
+            if used["address" if from_there else "interface"] in own:
+                return each
+        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
+
+    def text(self, way: Direction) -> str:
+        """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
+        return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, turned(way)))
+
+    def place(self, blame: _Blame) -> str:
+        """Return the words for where directions are bad."""
+        machine, *others = blame.machines
+        if others:
+            return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
+        side = "" if blame.both_ways else "sending " if blame.first[0] == machine else "receiving "
+        cable = f"cable of {self.names[machine]} ({self.device(blame)})"
+        return f"the {side}side of the {cable}" if side else f"the {cable}"
+
+    def device(self, blame: _Blame) -> str:
+        """Return the interface of the first of those to blame."""
+        machine = blame.machines[0]
+        return self.interface(machine, next(end for end in blame.first if end != machine))["name"]
+
+    def carried(self, blame: _Blame) -> float:
+        """Return the bytes per second of the slowest direction, while both are in use."""
+        return min(self.ways[way]["together"] or self.ways[way]["alone"] for way in blame.ways)
+
+    def limit(self, way: Direction) -> float:
+        """Return the bytes per second up to which a direction is tested."""
+        return OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
+
+    def _expected(self) -> dict[Direction, float]:
+        """Return the bytes per second that each direction should carry, compared with whatever there is."""
+        count = len(self.machines)
+        alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
+        ends = [[rate for way, rate in alone.items() if way[end] == at] for at in range(count) for end in (0, 1)]
+        best = sorted(max(rates, default=0.0) for rates in ends)
+        found: dict[Direction, float] = {}
+        for way in self.ways:
+            sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
+            speeds = [of["megabits"] for _, of in sides]
+            shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
+            usual = best[len(best) // 2]
+            if all(speeds):
+                usual = _PAYLOAD * min(speeds) * 1e6 / 8
+            elif count == 2 and all(shapers):
+                usual = max(usual, _PAYLOAD * max(shapers))
+            found[way] = min(usual, self.limit(way))
+        return found
+
+    # Who is behind it -------------------------------------------------------------------------------------------------
+
+    def blame(self, bad: Collection[Direction], known: Collection[Direction] | None = None) -> list[_Blame]:
+        """Return who explains bad directions: a machine if all of its directions are bad, else a pair.
+
+        Args:
+            bad: The bad directions.
+            known: All directions. By default, those that were measured.
+        """
+        known, left, found = self.ways if known is None else known, set(bad), list[_Blame]()
+        if len(self.machines) > 2:
+            mine: dict[int, frozenset[Direction]] = {}
+            for machine in range(len(self.machines)):
+                both = [{way for way in known if way[end] == machine} for end in (0, 1)]
+                mine[machine] = frozenset(way for ways in both if len(ways) > 1 and ways <= left for way in ways)
+            for machine in sorted(mine, key=lambda each: -len(mine[each])):
+                if mine[machine] and mine[machine] <= left:
+                    found.append(_Blame((machine,), mine[machine]))
+                    left -= mine[machine]
+        for pair in sorted({(min(way), max(way)) for way in left}):
+            ways = frozenset(way for way in left if set(way) == set(pair))
+            found.append(_Blame(pair if len(ways) > 1 else min(ways), ways))
+        return found
+
+    def named(self, blame: _Blame) -> tuple[str, ...]:
+        """Return the names of those to blame. Of a pair, it is the one that says so itself."""
+        hinting = [at for at in blame.machines if len(blame.machines) == 2 and self.hints(at, sum(blame.machines) - at)]
+        machines = hinting if len(hinting) == 1 else blame.machines
+        return tuple(self.names[machine] for machine in machines)
+
+    def hints(self, machine: int, other: int) -> list[str]:
+        """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
+        mine, theirs = self.interface(machine, other), self.interface(other, machine)
+        own, usual = self.machines[machine]["shapers"].get(mine["name"], 0.0), self.expected.get((machine, other), 0.0)
+        errors = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
+        found = {
+            f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
+            and mine["megabits"],
+            "is at half duplex": mine["duplex"] == "half",
+            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": 0 < own < _SLOW * usual,
+            "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
+            f"counts {errors}": errors and not set(errors) & set(theirs["counters"]),
+        }
+        return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]
+
+    def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
+        """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
+        self.explained |= {way for at in blame.ways for way in (at, turned(at))}
+        hints = dict.fromkeys(
+            hint for way in sorted(blame.ways) for end in (way, turned(way)) for hint in self.hints(*end)
+        )
+        rate, repaired = self.carried(blame), more.pop("repaired", None)
+        words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
+        facts = {"pairs": blame.pairs, "rate": rate, "repaired": repaired}
+        return finding(key, self.named(blame), self.place(blame), [*evidence, *hints], facts=facts, **words)
+
+    def exports(self, machine: int, name: str | None = None) -> str:
+        """Return the line that names the interface of a machine: `name`, or that with which it is reached."""
+        others = (self.interface(machine, other)["name"] for other in range(len(self.machines)) if other != machine)
+        name = name or next((each for each in others if each != "lo"), "eth0")
+        return f"{self.names[machine]}: export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+
+
+# Who reaches whom -----------------------------------------------------------------------------------------------------
+
+
+def _absent(case: _Case) -> Iterator[Finding]:
+    for each in case.facts["absent"]:
+        if each["state"] is None:  # a launcher has started it, so it does not reach the port of the leader
+            where = f"{each['name']} → {case.names[0]}"
+            yield finding("firewall, leader", case.names[:1], where, other=each["name"], port=case.facts["port"])
+        else:
+            yield finding("absent", [each["name"]], each["name"], state=each["state"])
+    for each in case.facts["lost"]:
+        of = next((m["name"] for m in case.machines if each["rank"] in [r["rank"] for r in m["ranks"]]), "?")
+        yield finding("lost", [of], f"rank {each['rank']} on {of}", [f"it was asked for: {each['asked']}"])
+
+
+def _names(case: _Case) -> Iterator[Finding]:
+    """Find machines whose gloo listens where no other machine reaches it, because of their name or a variable."""
+    for machine, told in enumerate(case.machines if len(case.machines) > 1 else ()):
+        name, gloo = case.names[machine], told["gloo"]
+        by_name = gloo["why"].startswith("the host name") and is_loopback(gloo["address"])
+        words = {"exports": case.exports(machine), "host": told["host"], "address": told["address"]}
+        if by_name or is_loopback(*told["names"][:1]):
+            key = "hosts entry" if by_name else "hosts entry, unused"
+            evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
+            names = ", ".join(told["names"]) or "no address"
+            yield finding(key, [name], f"/etc/hosts of {name}", evidence, names=names, **words)
+        for library in ("gloo", "nccl") if told["on_gpus"] else ("gloo",):
+            if told[library]["address"] is None:
+                there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
+                yield finding("variable", [name], f"{told[library]['why']} on {name}", [there], **words)
+
+
+def _unreachable(case: _Case) -> Iterator[Finding]:
+    """Find directions in which no connection is made at all, and addresses for training that others do not reach."""
+    dead = {way for way, tried in case.reach.items() if tried and all(each["state"] != "open" for each in tried)}
+    for blame in case.blame(dead, case.reach):
+        way, both = blame.first, blame.both_ways and len(blame.machines) > 1
+        states = Counter(each["state"] for each in case.reach[way] if each["state"] != "own")
+        state = states.most_common(1)[0][0] if states else "own"
+        here = state in ("forbidden here", "no route")
+        guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
+        sender, receiver = (case.names[end] for end in way)
+        yield finding(
+            "firewall, here" if here else "firewall",
+            [case.names[machine] for machine in guilty],
+            ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways)),
+            [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]],
+            facts={"pairs": blame.pairs},
+            sender=sender,
+            receiver=receiver,
+            state=state,
+            address=case.machines[way[0]]["address"],
+            target=case.machines[way[1]]["address"],
+            how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
+        )
+        case.explained |= {at for each in blame.ways for at in (each, turned(each))}
+    for machine, told in enumerate(case.machines):
+        used, name = told["training"], case.names[machine]
+        tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
+        failed = {way: state for way, state in tried.items() if state != "open"}
+        if failed and used["address"] and not is_loopback(used["address"]) and "own" not in failed.values():
+            evidence = [
+                f"{name} chooses it by {used['why']}",
+                *(f"{case.names[a]}: {s}" for (a, _), s in failed.items()),
+            ]
+            where, facts = f"{name} {used['interface']}", {"pairs": tuple((min(way), max(way)) for way in failed)}
+            words = {"address": used["address"], "exports": case.exports(machine)}
+            yield finding("interface, unreachable", [name], where, evidence, facts=facts, **words)
+
+
+def _shared_addresses(case: _Case) -> Iterator[Finding]:
+    """Find addresses that several machines have, as those of container bridges."""
+    owners: dict[str, list[tuple[int, str]]] = {}
+    for machine, told in enumerate(case.machines):
+        for each in told["interfaces"]:
+            for address in filter(is_usable, map(plain, each["addresses"])):
+                owners.setdefault(address, []).append((machine, each["name"]))
+    for address, shared in owners.items():
+        machines = sorted({machine for machine, _ in shared})
+        told = [case.machines[machine] for machine in machines]
+        users = [each for each in told if each["training"]["address"] == address]
+        variables = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if told[0]["on_gpus"] else [])]
+        named = all(each["environment"].get(variable) for each in told for variable in variables)
+        if len(machines) > 1 and (users or not named):
+            yield finding(
+                "shared address" if users else "shared address, unused",
+                [case.names[machine] for machine in machines],
+                ", ".join(f"{case.names[machine]} {interface}" for machine, interface in shared),
+                [f"training would use it on {each['name']}, by {each['training']['why']}" for each in users],
+                address=address,
+                exports="\n".join(map(case.exports, machines)),
+            )
+
+
+# What paths carry -----------------------------------------------------------------------------------------------------
+
+
+def _packets(case: _Case) -> Iterator[Finding]:
+    """Find paths that lose large packets without a word, and MTUs that differ."""
+    stalling = [way for way, told in case.ways.items() if told.get("stalls")]
+    holes = [way for way in stalling if (case.ways[way]["packet"] or 0) < case.ways[way]["mtu"]]
+    for blame in case.blame(holes):
+        sizes = [case.ways[way]["packet"] for way in blame.ways if case.ways[way]["packet"]]
+        evidence = (f"{case.text(way)}: largest packet {case.ways[way]['packet']} bytes" for way in sorted(blame.ways))
+        words = {"passes": min(sizes, default=1280), "mtu": case.ways[blame.first]["mtu"]}
+        yield case.on_cable("mtu", blame, evidence, repaired=case.carried(blame) or None, **words)
+    used = {at: case.interface(at, to) for at, to in case.ways}
+    usual = _usual([of["mtu"] for of in used.values()])
+    odd = [machine for machine, of in used.items() if of["mtu"] != usual and not holes]
+    if odd:
+        evidence = [f"{case.names[machine]} {of['name']}: {of['mtu']} bytes" for machine, of in sorted(used.items())]
+        where = ", ".join(f"{case.names[machine]} {used[machine]['name']}" for machine in odd)
+        names = [case.names[machine] for machine in odd]
+        yield finding("mtu, differs", names, where, evidence, device=used[odd[0]]["name"], usual=usual)
+
+
+def _usual(values: Sequence[Any]) -> Any:
+    """Return the most frequent value. Of equally frequent ones, it is the first."""
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def _losses(case: _Case) -> Iterator[Finding]:
+    """Find paths that lose packets while they are almost idle."""
+    shares = {way: told.get("loss") or 0.0 for way, told in case.ways.items()}
+    bad = [
+        way for way, share in shares.items() if share >= _LOST_SHARE and share * case.ways[way]["datagrams"] >= _LOST
+    ]
+    healthy = [case.ways[way]["together"] for way in case.ways if way not in bad]
+    for blame in case.blame(bad):
+        evidence = (
+            f"{case.text(way)}: {shares[way]:.2%} of {case.ways[way]['datagrams']} small datagrams; TCP carries "
+            f"{per_second(case.ways[way]['alone'])}"
+            for way in sorted(blame.ways)
+        )
+        share = max(shares[way] for way in blame.ways)
+        yield case.on_cable("loss", blame, evidence, repaired=max(healthy, default=None), share=share)
+
+
+def _interfaces(case: _Case) -> Iterator[Finding]:
+    """Find machines that have a faster interface than the one that training uses."""
+    # By cause, the interface in use and the faster one: the machines, and an example of a direction with its rates.
+    better: dict[tuple[str, str, str], dict[int, tuple[Direction, float, float]]] = {}
+    found: set[Direction] = set()
+    for pair in case.facts["pairs"]:
+        a, b = pair["machines"]
+        for way in ((a, b), (b, a)):
+            tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
+            used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
+            if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
+                continue
+            found |= {way, turned(way)}
+            # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
+            key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
+            if best["address"] != used["address"]:
+                key, machine, told = "interface", way[1], case.machines[way[1]]
+                at = (each["name"] for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
+                now, new = told["training"]["interface"], next(at)
+            better.setdefault((key, now, new), {})[machine] = way, used["rate"], best["rate"]
+    case.explained |= found
+    for (key, now, new), machines in better.items():
+        slow, fast = min((rates[1:] for rates in machines.values()), key=lambda rates: rates[0])
+        evidence = [
+            f"{case.text(way)}: {per_second(before)} over {now}, {per_second(after)} over {new}"
+            for way, before, after in machines.values()
+        ]
+        reasons = (case.machines[machine]["training"]["why"] for machine in machines)
+        evidence += [f"{now} is chosen by {why}" for why in reasons if key == "interface"]
+        names, where = [case.names[machine] for machine in machines], " and ".join(case.names[at] for at in machines)
+        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in machines.values()}))
+        target = case.machines[next(iter(machines.values()))[0][1]]["address"]
+        words = {"now": now, "name": new, "times": fast / max(slow, 1.0), "target": target}
+        words["exports"] = "\n".join(case.exports(machine, new) for machine in machines)
+        facts = {"pairs": pairs, "rate": slow, "repaired": fast}
+        yield finding(key, names, f"{where} {now}", evidence, facts=facts, **words)
+
+
+def _cables(case: _Case) -> Iterator[Finding]:
+    """Find cables, directions and pairs that carry less than they should."""
+    alone = {way: told["alone"] for way, told in case.ways.items() if way not in case.explained}
+    expected = case.expected
+    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * expected[way]]):
+        key = "slow cable" if blame.both_ways else "asymmetric rate"
+        if len(case.machines) > 2 and len(blame.machines) > 1:
+            key = "slow pair"
+        usual = min(expected[way] for way in blame.ways)
+        evidence = (
+            f"{case.text(way)}: {per_second(alone[way])}, expected {per_second(expected[way])}"
+            for way in sorted(blame.ways)
+        )
+        words = {"slow": per_second(min(alone[way] for way in blame.ways)), "usual": per_second(usual)}
+        yield case.on_cable(key, blame, evidence, repaired=usual, **words)
+
+
+def _duplex(case: _Case) -> Iterator[Finding]:
+    """Find pairs whose directions share what one of them carries alone."""
+    bad: set[Direction] = set()
+    for way in case.ways.keys() - case.explained:
+        both = [case.ways[way], case.ways.get(turned(way), case.ways[way])]
+        alone, together = (sum(each[kind] for each in both) for kind in ("alone", "together"))
+        if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
+            bad.add(way)
+    for blame in case.blame(bad):
+        told = {way: case.ways[way] for way in sorted(blame.ways)}
+        evidence = (
+            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other one"
+            for way, each in told.items()
+        )
+        yield case.on_cable("half duplex", blame, evidence, repaired=min(each["alone"] for each in told.values()))
+
+
+# Machines and ranks ---------------------------------------------------------------------------------------------------
+
+
+def _ranks(case: _Case) -> Iterator[Finding]:
+    """Find ranks that compute or copy slower than the others."""
+    ranks = [(m, rank["rank"], rank.get("devices") or []) for m in case.machines for rank in m["ranks"]]
+    every = [device for *_, devices in ranks for device in devices]
+    usual = {key: sorted(each[key] for each in every)[len(every) // 2] for key in ("flops", "copied") if every}
+    slow: dict[str, list[tuple[int, Any]]] = {}
+    for machine, rank, devices in ranks:
+        name = machine["name"]
+        for each in devices:
+            if each["flops"] < _SLOW_RANK * usual["flops"] or each["copied"] < _SLOW_COPIES * usual["copied"]:
+                slow.setdefault(name, []).append((rank, each))
+    for name, found in slow.items():
+        told = case.machines[case.names.index(name)]
+        worst = min((each for _, each in found), key=lambda each: each["flops"])
+        evidence = [
+            *(f"{key}: {worst[key] / 1e9:.4g} · 10⁹ a second, others {usual[key] / 1e9:.4g}" for key in usual),
+            f"{worst['device']}, {worst['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
+        ]
+        where, share = f"rank {', '.join(str(rank) for rank, _ in found)} on {name}", worst["flops"] / usual["flops"]
+        yield finding("slow rank", [name], where, evidence, facts={"flops": worst["flops"]}, share=share)
+
+
+def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
+    """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
+    for name in sorted({name for each in told for name in each}, key=lambda name: (name.count(","), name)):
+        values = [each.get(name) for each in told]
+        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]
+        if odd:
+            lines = [f"{machine}: {value or 'not there'}" for machine, value in zip(case.names, values, strict=True)]
+            yield name, odd, lines, values[0]
+
+
+def _versions(case: _Case) -> Iterator[Finding]:
+    imported = [{rank["torch"] for rank in machine["ranks"] if rank.get("torch")} for machine in case.machines]
+    told = [
+        machine["versions"] | ({"torch, imported": ", ".join(sorted(found))} if found else {})
+        for machine, found in zip(case.machines, imported, strict=True)
+    ]
+    seen: set[tuple[str, ...]] = set()
+    for package, odd, lines, first in _differing(case, told):
+        name = package.partition(",")[0]
+        if package.startswith(_VERSIONS) and (name, *odd) not in seen:
+            seen.add((name, *odd))
+            key = "version, driver" if name == "driver" else "version"
+            yield finding(key, odd, f"{package} on {', '.join(odd)}", lines, package=package, name=name, version=first)
+
+
+def _variables(case: _Case) -> Iterator[Finding]:
+    for name, odd, lines, _ in _differing(case, [machine["environment"] for machine in case.machines]):
+        of_machine = any(word in name for word in _OWN_VARIABLES) and not any("not there" in line for line in lines)
+        if name.startswith(_SHARED_VARIABLES) and not of_machine:
+            yield finding("environment", odd, f"{name} on {', '.join(odd)}", lines, name=name)
+
+
+def _clocks(case: _Case) -> Iterator[Finding]:
+    for machine in case.machines:
+        if abs(machine["clock"]) > _CLOCK_SECONDS:
+            yield finding("clock", [machine["name"]], f"the clock of {machine['name']}", ahead=machine["clock"])

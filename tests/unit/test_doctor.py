@@ -1,0 +1,387 @@
+"""`towpath doctor` without a network: from facts to causes, what they cost, and how that is printed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cases import each
+from towpath.cli import main
+from towpath.cli.doctor import report
+from towpath.doctor.examination import tournament
+from towpath.doctor.findings import Severity
+from towpath.doctor.gain import priced
+from towpath.doctor.judge import judge
+from towpath.doctor.services import rate_of
+from towpath.errors import ConfigError
+from towpath.plan.catalog import describe_model
+
+Facts = dict[str, Any]
+
+RATE = 25e6  # bytes per second of every cable
+
+
+def cluster(machines: int, ranks: int = 1) -> Facts:
+    """What an examination finds where nothing is wrong."""
+    return {
+        "version": 1,
+        "seconds": 9.0,
+        "machines": [_machine(number, ranks) for number in range(machines)],
+        "pairs": [_pair(a, b) for a in range(machines) for b in range(a + 1, machines)],
+        "absent": [],
+        "lost": [],
+        "port": 29511,
+    }
+
+
+def _machine(number: int, ranks: int) -> Facts:
+    address, name = f"10.77.0.{number + 1}", f"node{number}"
+    used = {"interface": "eth0", "address": address, "why": f"the host name {name}"}
+    return {
+        "name": name,
+        "host": name,
+        "address": address,
+        "first": number * ranks,
+        "interfaces": [_interface("lo", "127.0.0.1/8", loopback=True), _interface("eth0", f"{address}/16")],
+        "gloo": used,
+        "nccl": used,
+        "training": used,
+        "on_gpus": False,
+        "names": [address],
+        "versions": {"towpath": "0.2.0", "torch": "2.11.0", "python": "3.11.7", "kernel": "6.18"},
+        "environment": {"OMP_NUM_THREADS": "1"},
+        "cores": 8,
+        "load": 0.4,
+        "shapers": {},
+        "notes": [],
+        "clock": 0.001,
+        "loopback": 5e9,
+        "services": [1, "token"],
+        "ranks": [
+            {
+                "rank": number * ranks + local,
+                "torch": "2.11.0",
+                "devices": [{"device": "cpu", "flops": 5e10, "copied": 4e9, "threads": 1}],
+            }
+            for local in range(ranks)
+        ],
+    }
+
+
+def _interface(name: str, address: str, **more: Any) -> Facts:
+    usual = {"up": True, "carrier": True, "loopback": False, "mtu": 1500, "driver": "e1000e", "megabits": None}
+    return usual | {"name": name, "addresses": [address], "duplex": None, "wireless": False, "counters": {}} | more
+
+
+def _pair(a: int, b: int) -> Facts:
+    way = {"stalls": False, "packet": 1500, "mtu": 1500, "loss": 0.0, "datagrams": 2000, "again": 0.0}
+    way |= {"alone": RATE, "together": 0.98 * RATE}
+    reach = [[{"address": f"10.77.0.{to + 1}", "interface": "eth0", "state": "open"}] for to in (b, a)]
+    return {"machines": [a, b], "out": dict(way), "back": dict(way), "reach": reach, "ways": [], "latency": 2e-4}
+
+
+def ways(facts: Facts, sender: int | None = None, receiver: int | None = None) -> list[Facts]:
+    """The measured directions from and to machines, or from and to any."""
+    found: list[Facts] = []
+    for pair in facts["pairs"]:
+        for (one, other), way in ((pair["machines"], "out"), (pair["machines"][::-1], "back")):
+            if sender in (None, one) and receiver in (None, other):
+                found.append(pair[way])
+    return found
+
+
+def slower(share: float, *of: list[Facts]) -> None:
+    for way in (way for listed in of for way in listed):
+        way |= {"alone": share * RATE, "together": share * RATE}
+
+
+def _two_interfaces(facts: Facts) -> None:
+    for machine in facts["machines"]:
+        number = facts["machines"].index(machine)
+        machine["interfaces"].append(_interface("wlan0", f"10.88.0.{number + 1}/24", wireless=True))
+    chosen = {"interface": "wlan0", "address": "10.88.0.2", "why": "the host name node1"}
+    facts["machines"][1] |= {"gloo": chosen, "training": chosen}
+    slower(0.1, ways(facts))
+    pair = facts["pairs"][0]
+    pair["reach"][0].insert(0, {"address": "10.88.0.2", "interface": "wlan0", "state": "open"})
+    pair["ways"] = [
+        {"from": 0, "to": 1, "interface": "wlan0", "address": "10.88.0.2", "rate": 0.1 * RATE},
+        {"from": 0, "to": 1, "interface": "eth0", "address": "10.77.0.2", "rate": RATE},
+    ]
+
+
+def _slow_route(facts: Facts) -> None:
+    facts["machines"][0]["interfaces"].append(_interface("wlan0", "10.88.0.1/24"))
+    facts["pairs"][0]["ways"] = [
+        {"from": 0, "to": 1, "interface": "wlan0", "address": "10.77.0.2", "rate": 0.1 * RATE},
+        {"from": 0, "to": 1, "interface": "eth0", "address": "10.77.0.2", "rate": RATE},
+    ]
+
+
+def _firewall(facts: Facts) -> None:
+    facts["pairs"][0]["reach"][0][0]["state"] = "silent"
+
+
+def _no_route(facts: Facts) -> None:
+    facts["pairs"][0]["reach"][0][0]["state"] = "forbidden here"
+
+
+def _firewall_of_three(facts: Facts) -> None:
+    for pair in facts["pairs"]:
+        for reached, machine in zip(pair["reach"], pair["machines"][::-1], strict=True):
+            if machine == 2:
+                reached[0]["state"] = "silent"
+
+
+def _hole(facts: Facts) -> None:
+    for way in ways(facts, receiver=1):
+        way |= {"stalls": True, "packet": 1400}
+
+
+def _hole_without_datagrams(facts: Facts) -> None:
+    for way in ways(facts):
+        way |= {"stalls": True, "packet": None}
+
+
+def _other_mtu(facts: Facts) -> None:
+    facts["machines"][1]["interfaces"][1]["mtu"] = 9000
+
+
+def _halved(facts: Facts) -> None:
+    slower(0.5, ways(facts, sender=2), ways(facts, receiver=2))
+
+
+def _below_the_link(facts: Facts) -> None:
+    for machine in facts["machines"]:
+        machine["interfaces"][1]["megabits"] = 1000
+
+
+def _gigabit_against_less(facts: Facts) -> None:
+    facts["machines"][0]["interfaces"][1]["megabits"] = 1000
+    facts["machines"][1]["interfaces"][1] |= {"megabits": 1000, "duplex": "half"}
+
+
+def _asymmetric(facts: Facts) -> None:
+    slower(0.4, ways(facts, sender=1))
+
+
+def _asymmetric_shaped(facts: Facts) -> None:
+    slower(0.4, ways(facts, sender=1))
+    facts["machines"][1]["shapers"] = {"eth0": 0.4 * RATE}
+    facts["machines"][0]["shapers"] = {"eth0": RATE}
+
+
+def _half_duplex(facts: Facts) -> None:
+    for way in [*ways(facts, sender=0), *ways(facts, receiver=0)]:
+        way["together"] = RATE / 2
+
+
+def _slow_rank(facts: Facts) -> None:
+    facts["machines"][1]["ranks"][1]["devices"][0]["flops"] = 2e10
+
+
+def _hosts_entry(facts: Facts) -> None:
+    told = facts["machines"][1]
+    chosen = {"interface": "lo", "address": "127.0.1.1", "why": "the host name node1"}
+    told |= {"names": ["127.0.1.1"], "gloo": chosen, "training": chosen}
+    facts["pairs"][0]["reach"][0].insert(0, {"address": "127.0.1.1", "interface": None, "state": "own"})
+
+
+def _hosts_entry_with_variable(facts: Facts) -> None:
+    facts["machines"][1]["names"] = ["127.0.1.1"]
+    facts["machines"][1]["gloo"] = facts["machines"][1]["gloo"] | {"why": "GLOO_SOCKET_IFNAME=eth0"}
+
+
+def _bridge(facts: Facts) -> None:
+    for machine in facts["machines"]:
+        machine["interfaces"].append(_interface("docker0", "172.17.0.1/16", driver="bridge"))
+
+
+def _bridge_in_use(facts: Facts) -> None:
+    _bridge(facts)
+    chosen = {"interface": "docker0", "address": "172.17.0.1", "why": "the host name"}
+    for machine in facts["machines"]:
+        machine |= {"gloo": chosen, "training": chosen}
+    for reached in facts["pairs"][0]["reach"]:
+        reached.insert(0, {"address": "172.17.0.1", "interface": None, "state": "own"})
+
+
+def _other_version(facts: Facts) -> None:
+    facts["machines"][2]["versions"]["towpath"] = "0.1.0"
+
+
+def _other_torch(facts: Facts) -> None:
+    facts["machines"][1]["ranks"][0]["torch"] = "2.12.0"
+
+
+def _slow_pair(facts: Facts) -> None:
+    slower(0.3, ways(facts, 0, 1), ways(facts, 1, 0))
+
+
+def _loss(facts: Facts) -> None:
+    for way in ways(facts, sender=2):
+        way |= {"loss": 0.01, "alone": 0.2 * RATE, "together": 0.2 * RATE}
+
+
+def _loss_of_two(facts: Facts) -> None:
+    for way in ways(facts):
+        way |= {"loss": 0.012, "alone": 0.2 * RATE, "together": 0.2 * RATE}
+
+
+def _absent(facts: Facts) -> None:
+    facts["absent"] = [{"name": "10.77.0.9", "state": "refused"}]
+
+
+def _closed_port(facts: Facts) -> None:
+    facts["absent"] = [{"name": "rank 2", "state": None}]
+
+
+def _wrong_variable(facts: Facts) -> None:
+    chosen = {"interface": "eth7", "address": None, "why": "GLOO_SOCKET_IFNAME=eth7"}
+    facts["machines"][1] |= {"gloo": chosen, "training": chosen}
+
+
+def _wrong_clock(facts: Facts) -> None:
+    facts["machines"][1]["clock"] = -40.0
+
+
+def _variable(facts: Facts) -> None:
+    facts["machines"][1]["environment"]["NCCL_IB_DISABLE"] = "1"
+
+
+BLOCKS, SLOWS, RISK = Severity
+CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
+    (2, _two_interfaces, "interface", SLOWS, {"node1"}),
+    (2, _slow_route, "interface", SLOWS, {"node0"}),
+    (2, _firewall, "firewall", BLOCKS, {"node1"}),
+    (2, _no_route, "firewall", BLOCKS, {"node0"}),
+    (3, _firewall_of_three, "firewall", BLOCKS, {"node2"}),
+    (2, _hole, "mtu", BLOCKS, {"node0", "node1"}),
+    (3, _hole, "mtu", BLOCKS, {"node1"}),
+    (2, _hole_without_datagrams, "mtu", BLOCKS, {"node0", "node1"}),
+    (3, _other_mtu, "mtu", RISK, {"node1"}),
+    (3, _halved, "slow cable", SLOWS, {"node2"}),
+    (4, _halved, "slow cable", SLOWS, {"node2"}),
+    (2, _below_the_link, "slow cable", SLOWS, {"node0", "node1"}),
+    (2, _gigabit_against_less, "slow cable", SLOWS, {"node1"}),
+    (2, _asymmetric, "asymmetric rate", SLOWS, {"node0", "node1"}),
+    (2, _asymmetric_shaped, "asymmetric rate", SLOWS, {"node1"}),
+    (3, _asymmetric, "asymmetric rate", SLOWS, {"node1"}),
+    (2, _half_duplex, "half duplex", SLOWS, {"node0", "node1"}),
+    (4, _half_duplex, "half duplex", SLOWS, {"node0"}),
+    (2, _slow_rank, "slow rank", SLOWS, {"node1"}),
+    (2, _hosts_entry, "hosts entry", BLOCKS, {"node1"}),
+    (2, _hosts_entry_with_variable, "hosts entry", RISK, {"node1"}),
+    (2, _bridge, "shared address", RISK, {"node0", "node1"}),
+    (2, _bridge_in_use, "shared address", BLOCKS, {"node0", "node1"}),
+    (3, _other_version, "version", BLOCKS, {"node2"}),
+    (2, _other_torch, "version", BLOCKS, {"node1"}),
+    (3, _slow_pair, "slow pair", SLOWS, {"node0", "node1"}),
+    (4, _slow_pair, "slow pair", SLOWS, {"node0", "node1"}),
+    (3, _loss, "loss", SLOWS, {"node2"}),
+    (2, _loss_of_two, "loss", SLOWS, {"node0", "node1"}),
+    (2, _absent, "absent", BLOCKS, {"10.77.0.9"}),
+    (2, _closed_port, "firewall", BLOCKS, {"node0"}),
+    (2, _wrong_variable, "variable", BLOCKS, {"node1"}),
+    (2, _wrong_clock, "clock", RISK, {"node1"}),
+    (2, _variable, "environment", RISK, {"node1"}),
+]
+
+
+@each(case=CASES)
+def test_each_fault_has_one_cause_and_its_machines(
+    case: tuple[int, Callable[[Facts], None], str, Severity, set[str]],
+) -> None:
+    machines, break_it, cause, severity, names = case
+    facts = cluster(machines, ranks=2)
+    break_it(facts)
+    before = copy.deepcopy(facts)
+    found = judge(facts)
+    label = f"{break_it.__name__} of {machines}"
+    assert [(one.cause, one.severity, set(one.machines)) for one in found] == [(cause, severity, names)], label
+    assert all(one.remedy for one in found)
+    assert facts == before  # it is a pure function
+    assert judge(json.loads(json.dumps(facts))) == found
+
+
+@each(shape=[(2, 1), (2, 2), (3, 1), (4, 1), (3, 2), (8, 8)])
+def test_nothing_is_wrong_with_what_differs_by_chance(shape: tuple[int, int]) -> None:
+    machines, ranks = shape
+    chance = random.Random(machines)
+    for _ in range(5):
+        facts = cluster(machines, ranks)
+        for way in ways(facts):
+            way["alone"] *= chance.uniform(0.85, 1.02)
+            way["together"] = way["alone"] * chance.uniform(0.8, 1.0)
+            way["loss"] = chance.choice([0.0, 0.0, 0.001])
+        for machine in facts["machines"]:
+            for rank in machine["ranks"]:
+                rank["devices"][0]["flops"] *= chance.uniform(0.85, 1.1)
+        assert judge(facts) == []
+
+
+def test_cables_faster_than_sockets_are_not_judged() -> None:
+    facts = cluster(2)
+    for machine in facts["machines"]:
+        machine["loopback"] = 1.5 * RATE
+        machine["interfaces"][1]["megabits"] = 100_000
+    for way in ways(facts):
+        way["together"] = RATE / 2  # processors, and not the cable
+    assert judge(facts) == []
+    assert "not tested to its limit" in report(facts, [], "gpt")
+
+
+def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
+    facts = cluster(4)
+    slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))
+    slower(0.2, ways(facts, sender=2), ways(facts, receiver=2))
+    found = priced(facts, judge(facts), describe_model("gpt-2.5b"))
+    assert [(one.cause, set(one.machines)) for one in found] == [
+        ("slow cable", {"node2"}),
+        ("slow pair", {"node0", "node1"}),
+    ]
+    costs = [one.seconds[0] - one.seconds[1] for one in found if one.seconds and one.seconds[0]]
+    assert len(costs) == 2 and costs[0] > costs[1] > 0
+
+
+def test_a_report_names_cause_remedy_and_gain_in_100_columns() -> None:
+    facts = cluster(3)
+    _halved(facts)
+    _other_version(facts)
+    found = priced(facts, judge(facts), describe_model("gpt-2.5b"))
+    text = report(facts, found, "gpt-2.5b")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "SLOW CABLE" in text and "VERSION" in text and "step " in text and "node2" in text
+    assert text.index("VERSION") < text.index("SLOW CABLE")  # without it there is no step at all
+    clean = report(cluster(2), [], "gpt-2.5b")
+    assert clean.splitlines()[-1].startswith("Nothing is wrong: 2 machines")
+
+
+@each(count=range(1, 10))
+def test_in_a_round_no_machine_is_in_two_pairs(count: int) -> None:
+    rounds = tournament(count)
+    assert all(len({end for pair in pairs for end in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert sorted(pair for pairs in rounds for pair in pairs) == [
+        (a, b) for a in range(count) for b in range(a + 1, count)
+    ]
+    assert len(rounds) <= count
+
+
+def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
+    steady = [(at / 100, 1000 * at) for at in range(101)]
+    assert rate_of(steady, 1.0) == pytest.approx(100_000, rel=0.02)
+    paused = [(when, total) for when, total in steady if not 0.4 < when < 0.6]  # and then all that had queued up
+    assert rate_of(paused, 1.0) == pytest.approx(100_000, rel=0.1)
+    assert rate_of([], 1.0) == 0.0
+
+
+@each(arguments=[["doctor"], ["doctor", "--hosts", "203.0.113.1,203.0.113.2"]])
+def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
+    found = CliRunner(env={"RANK": None}).invoke(main.app, arguments)
+    assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)

@@ -1,0 +1,191 @@
+"""What `towpath doctor` does over sockets, on the loopback of this machine: services, paths, and how processes meet."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.cases import each
+from towpath.doctor import paths
+from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
+from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
+from towpath.doctor.paths import Peer, measure, reach
+from towpath.doctor.services import Services
+from towpath.errors import ConfigError
+
+LOCAL = "127.0.0.1"
+
+
+def closed_port() -> int:
+    """A port at which nothing listens."""
+    with socket.create_server((LOCAL, 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_ECHO_SECONDS", 0.02)
+    monkeypatch.setattr(paths, "_DATAGRAMS", 400)
+
+
+def test_a_path_is_measured_in_both_directions() -> None:
+    services = Services()
+    found = measure(Peer(LOCAL, services.port, services.token), 0.1)
+    assert 0 < found["latency"] < 1
+    for way in ("out", "back"):
+        told = found[way]
+        assert told["packet"] == told["mtu"] > 1500 and not told["stalls"]
+        assert told["loss"] == 0 and told["datagrams"] >= 400
+        assert told["alone"] > 0 and told["together"] > 0
+
+
+def test_how_a_connection_fails_is_told_apart() -> None:
+    services = Services()
+    of_another = Peer(LOCAL, services.port, "0" * 16)
+    nobody = Peer(LOCAL, closed_port(), services.token)
+    states = [found["state"] for found in reach([Peer(LOCAL, services.port, services.token), of_another, nobody], [])]
+    assert states == ["open", "something else answers", "refused"]
+    own = [{"name": "lo", "addresses": ["127.0.0.1/8"]}]
+    assert reach([Peer(LOCAL, services.port, services.token)], own)[0]["state"] == "own"
+
+
+def test_the_interfaces_of_this_machine_have_a_loopback() -> None:
+    found = {one["name"]: one for one in interfaces()}
+    assert "127.0.0.1/8" in found["lo"]["addresses"]
+    assert found["lo"]["loopback"] and found["lo"]["mtu"] >= 1500 and found["lo"]["megabits"] is None
+
+
+FOUND = [
+    {"name": name, "addresses": [address]}
+    for name, address in (
+        ("lo", "127.0.0.1/8"),
+        ("docker0", "172.17.0.1/16"),
+        ("eth0", "10.0.0.1/24"),
+        ("ib0", "10.1.0.1/24"),
+    )
+]
+
+
+@each(
+    case=[
+        ("", "ib0"),
+        ("eth", "eth0"),
+        ("=eth", ""),
+        ("=eth0", "eth0"),
+        ("^ib,docker,lo", "eth0"),
+    ]
+)
+def test_the_choice_of_nccl_follows_its_rules(case: tuple[str, str]) -> None:
+    variable, name = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_SOCKET_IFNAME", variable)
+        found = nccl_choice(FOUND)
+    assert found["interface"] == (name or variable)
+    assert (found["address"] is None) == (not name)
+
+
+def test_the_choice_of_gloo_is_the_variable_or_the_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert gloo_choice(FOUND)["address"] == "10.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    assert gloo_choice(FOUND)["address"] is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    assert gloo_choice(FOUND)["address"] == "127.0.1.1"
+
+
+# Meeting --------------------------------------------------------------------------------------------------------------
+
+
+def place(number: int, world: int, port: int, key: str = "key", hosts: tuple[str, ...] = ()) -> Place:
+    return Place(number=number, world=world, leader=LOCAL, port=port, key=key, hosts=hosts, machine=str(number))
+
+
+class _Followers:
+    """Processes that follow a leader, as threads."""
+
+    def __init__(self, *places: Place, seconds: float = 10.0) -> None:
+        self.ends: list[Any] = []
+        self._threads = [threading.Thread(target=self._follow, args=(each, seconds)) for each in places]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, place: Place, seconds: float) -> None:
+        hello = {"machine": place.machine, "local": 0, "host": "host"}
+        try:
+            self.ends.append(follow(place, lambda question: {"answer": [place.number, question["do"]]}, hello, seconds))
+        except Exception as error:
+            self.ends.append(error)
+
+    def join(self) -> list[Any]:
+        for thread in self._threads:
+            thread.join()
+        return self.ends
+
+
+def test_a_leader_asks_those_that_came() -> None:
+    port = closed_port()
+    leader = Leader(place(0, 3, port), lambda question: {"answer": "mine"}, {})
+    followers = _Followers(place(1, 3, port), place(2, 3, port))
+    leader.gather(10, lambda text: None)
+    questions = {number: {"do": "x" * (3000 * number)} for number in range(3)}  # of several segments
+    assert leader.ask(questions, 10) == {0: "mine", 1: [1, "x" * 3000], 2: [2, "x" * 6000]}
+    leader.dismiss("the report", 1)
+    assert followers.join() == [("the report", 1)] * 2
+
+
+def test_a_question_that_fails_is_noted() -> None:
+    leader = Leader(place(0, 1, closed_port()), lambda question: {"failed": "OSError: no"}, {})
+    assert leader.ask({0: {"do": "load"}}, 10) == {}
+    assert leader.lost == {0: "load: OSError: no"}
+
+
+def test_a_follower_that_ends_is_lost_and_the_others_answer() -> None:
+    port = closed_port()
+    leader = Leader(place(0, 3, port), lambda question: {"answer": "mine"}, {})
+    followers = _Followers(place(1, 3, port), place(2, 3, port))
+    leader.gather(10, lambda text: None)
+    leader.links[1].socket.shutdown(socket.SHUT_RDWR)
+    assert leader.ask({1: {"do": "facts"}, 2: {"do": "facts"}}, 10) == {2: [2, "facts"]}
+    assert leader.lost == {1: "facts"}
+    leader.dismiss("", 0)
+    assert any(isinstance(end, OSError) for end in followers.join())
+
+
+def test_strangers_are_not_let_in() -> None:
+    port = closed_port()
+    leader = Leader(place(0, 2, port), lambda question: None, {})
+    with socket.create_connection((LOCAL, port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert stranger.recv(1) == b""
+    (refused,) = _Followers(place(1, 2, port, key="towpath/doctor/another list")).join()
+    assert isinstance(refused, ConfigError) and "another list" in str(refused)
+    leader.gather(0, lambda text: None)
+    assert not leader.links
+
+
+def test_the_leader_connects_if_the_others_cannot() -> None:
+    hosts, listens = (LOCAL, LOCAL), closed_port()
+    leader = Leader(place(0, 2, closed_port(), hosts=hosts), lambda question: None, {})
+    leader.place = replace(leader.place, port=listens)
+    followers = _Followers(place(1, 2, listens, hosts=hosts))  # it looks for the leader where it listens itself
+    leader.gather(10, lambda text: None)
+    assert list(leader.links) == [1]
+    leader.dismiss("found", 0)
+    assert followers.join() == [("found", 0)]
+
+
+def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:
+    (error,) = _Followers(place(1, 2, closed_port()), seconds=0.1).join()
+    elsewhere = Place(number=1, world=2, leader="192.0.2.1", port=1)
+    for leader, words in (
+        (replace(elsewhere, leader=LOCAL), "itself"),
+        (replace(elsewhere, leader="no-such-host.invalid"), "no address"),
+        (elsewhere, "refused"),
+    ):
+        assert words in why_unreachable(leader, error).summary
+    assert "firewall" in why_unreachable(elsewhere, TimeoutError()).remedy[0]
