@@ -410,7 +410,8 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield as many batches on each rank as the rank with the most has: `for batch in towpath.join(model, loader)`.
 
     Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
-    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
+    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks. With a
+    strategy's `shares`, the mean is over the tokens of the other ranks.
 
     Args:
         model: A model that `shard` returned.

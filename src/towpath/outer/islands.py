@@ -218,7 +218,7 @@ class IslandSync(OuterSync):
         weight = step - self._since.get(fragment, step - every)
         if self.plan.strategy.shares is not None:
             self._tokens_at[step] = self.tokens
-            weight = self.tokens - self._tokens_at.get(self._since.get(fragment, -1), 0)
+            weight = max(1, self.tokens - self._tokens_at.get(self._since.get(fragment, -1), 0))
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
         return lambda _: self._exchange({"key": key, "weight": weight})
