@@ -7,14 +7,14 @@ import math
 import re
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from towpath.errors import ConfigError
 
 # The relative speeds of all data-parallel ranks of a job. With "auto", they are measured.
 Shares = tuple[float, ...] | Literal["auto"]
 
-AUTO = "auto"
+AUTO: Final = "auto"
 # "auto" divides the rows anew if the speed of a rank has changed by this share, and the slowest rank gains the second.
 DRIFT, GAIN = 0.1, 0.02
 # What each rank tells the others at a boundary: its tokens in the step, the seconds that it computes for a token (or

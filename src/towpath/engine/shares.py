@@ -171,13 +171,13 @@ class UnequalBatches:
 
     def end_step(self) -> float:
         """Begin the next step. Return the factor of the mean gradients, which is the same on all ranks."""
-        tokens, seconds, drawn = zip(*self._told, strict=True)
+        tokens, seconds = [each for each, _, _ in self._told], [each for _, each, _ in self._told]
         total, self._of_step = sum(tokens), 0
         if not total:
             raise StepError(f"rank {self._number}: no rank had a token in this step. Leave such steps out.")
         self._check(tokens)
         if self._clock is not None and all(seconds):
-            self._adapt(self._clock, tokens, seconds, max(drawn))
+            self._adapt(self._clock, tokens, seconds, max(drawn for *_, drawn in self._told))
         self.tokens += total
         return len(tokens) * self._scale / total
 
