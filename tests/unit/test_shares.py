@@ -215,7 +215,7 @@ def test_shares_are_part_of_a_strategy_and_survive_toml(shares: Any) -> None:
 
 def test_what_ranks_tell_is_in_the_schedule() -> None:
     def compared(**options: Any) -> int:
-        made = schedule(towpath.strategy("zero3", Topology(2, 2), **options), units_from_numels([100, 100]))
+        made = schedule(towpath.strategy("zero3", Topology(2, 2), **options), units_from_numels([100, 100]), 1)
         return sum(t.elements for t in made.transfers if t.kind is TransferKind.UNUSED_PARAMS)
 
     assert compared(shares="auto") == compared(shares=(1, 1, 2, 2)) == compared() + 4 * 24
