@@ -174,6 +174,7 @@ def test_a_step_that_is_dropped_and_the_engines_own_work_do_not_count() -> None:
     marks.is_free, marks.known = True, float("inf")
     for _ in range(WARM_UP):
         clock.end_step(1)
+    found = 0.0
     for _ in range(WINDOW):
         step(clock, marks, record, 30.0, 30.0)
         clock.drop_step()

@@ -63,7 +63,7 @@ class UnequalBatches:
     def divide(self, micro_batch: int) -> int:
         """Divide micro-batches with `micro_batch` rows for the average rank. Return the rows of all ranks together."""
         job, ranks = self._comm.job.world, self._comm.groups.world
-        if self._shares == AUTO:
+        if isinstance(self._shares, str):  # "auto"
             rows, self._before = (micro_batch,) * ranks, self._first * micro_batch
         else:
             of_all = divided_rows(self._shares, micro_batch * job)
