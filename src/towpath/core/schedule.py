@@ -40,7 +40,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     """Return the all-reduce with which the ranks compare their step at the boundary."""
     # It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
     # Then follow digests of what each rank has submitted (`engine/agree/digest.py`), and with unequal batches what each
-    # rank tells about its own (`engine/shares.py`).
+    # rank tells about its own (`engine/unequal_batches.py`).
     # `parameters`: The number of trainable parameters. Without any, nothing is compared.
     # `log`: The bytes of the digests, as `digest_bytes` returns them.
     shares = 0 if strategy.shares is None else strategy.topology.world * TOLD.size

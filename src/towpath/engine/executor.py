@@ -56,8 +56,8 @@ from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import ParamSyncs, Unit
-from towpath.engine.shares import UnequalBatches
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
+from towpath.engine.unequal_batches import UnequalBatches
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 

@@ -1,7 +1,7 @@
 """The comparison at each boundary: which parameters any rank has a gradient for, and whether all did the same.
 
 One transfer combines the bits of unused parameters and the digests of what each rank did (`digest.py`). Ranks with
-unequal batches also tell their tokens there (`engine/shares.py`).
+unequal batches also tell their tokens there (`engine/unequal_batches.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.shares import UnequalBatches
+from towpath.engine.unequal_batches import UnequalBatches
 
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
