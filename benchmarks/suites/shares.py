@@ -32,7 +32,7 @@ MOST_OVER_IDEAL = 1.08
 MOST_OVER_BEST = 1.05  # of measured shares
 # The steps after which measured shares have settled: two windows, and one for events that are read later.
 SETTLED = 2 * (WARM_UP + WINDOW) + 1
-ROW_SECONDS, QUICK_ROW_SECONDS = 0.005, 0.0005  # of a block, in the forward pass
+ROW_SECONDS, QUICK_ROW_SECONDS = 0.008, 0.0005  # of a block, in the forward pass
 _WORKLOAD = Workload(SQUARE, micro_steps=2, batch=6, length=16, width=192, depth=6)
 
 
