@@ -174,6 +174,21 @@ def test_a_rank_whose_data_has_ended_has_no_tokens() -> None:
         plain.zero_grad()
 
 
+@on_ranks(2)
+def test_loss_scaling_changes_no_bit_of_weighted_gradients() -> None:
+    model: Any = towpath.shard(Net(), towpath.strategy("zero2", Topology(2, 1), shares=(2, 1)))
+    rows = noise(dist.get_rank(), 0, 0, 2 - dist.get_rank(), 6).float()
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.0), list[list[Tensor]]()
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        loss = towpath.weigh(model, model(rows).square().mean(), len(rows))
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        found.append([p.grad.to_local().clone() for p in model.parameters()])
+        optimizer.zero_grad()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @in_turn(["mics", "ddp", "zero2"], 1)
 @on_ranks(WORLD)
 def test_islands_are_merged_by_tokens(label: str) -> None:

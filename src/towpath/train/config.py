@@ -207,7 +207,7 @@ class StrategyConfig(Section):
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
     protect: int = key(0, "steps between snapshots in the nodes' memory; 0: none", FROM_0)
-    shares: str = key("", "relative speeds of the ranks, 2,2,1,1; auto measures; empty: equal")
+    shares: str = key("", "speeds of the ranks, as 2,2,1,1; auto measures; empty: equal")
     memory: float = key(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
