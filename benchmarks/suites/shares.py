@@ -2,7 +2,7 @@
 
     shares [CASE …] [--rounds 6] [--quick] [--resume]
 
-Four ranks on two nodes train three million parameters. Blocks wait for each row instead of computing it, on the ranks
+Four ranks on two nodes train about a million parameters. Blocks wait for each row instead of computing it, on the ranks
 of the second node two or three times as long. The ideal step is as long as all rows take if every rank is always busy:
 the rows over the sum of the speeds. A case takes about two minutes.
 """
@@ -33,7 +33,7 @@ MOST_OVER_BEST = 1.05  # of measured shares
 # The steps after which measured shares have settled: two windows, and one for events that are read later.
 SETTLED = 2 * (WARM_UP + WINDOW) + 1
 ROW_SECONDS, QUICK_ROW_SECONDS = 0.008, 0.0005  # of a block, in the forward pass
-_WORKLOAD = Workload(SQUARE, micro_steps=2, batch=6, length=16, width=192, depth=6)
+_WORKLOAD = Workload(SQUARE, micro_steps=2, batch=6, length=16, width=96, depth=6)
 
 
 @dataclass(frozen=True, slots=True)
