@@ -38,6 +38,7 @@ SUITES = {
     "quality": ("quality", "what codecs cost in validation loss"),
     "quality_pipeline": ("quality_pipeline", "what the compression of pipelines costs in perplexity"),
     "propagation": ("propagation", "what lazy error propagation does to gradients and to training"),
+    "shares": ("shares", "steps of ranks of unequal speed, with equal batches and with shares"),
     "outer_bytes": ("outer", "what islands with outer steps send between nodes, by the kernel's counters"),
     "outer_overlap": ("outer", "steps with an exchange between islands under way, against steps without"),
     "outer_simulator": ("outer", "predicted against measured steps of islands, over a period of outer steps"),

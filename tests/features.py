@@ -34,10 +34,10 @@ FEATURES = (
         ranks="""
             around_the_loop behind_the_engine collective_forms engine_promises entry_points
             foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
-            parity schedule_is_executed steady uneven values
+            parity schedule_is_executed shares steady uneven values
         """,
         unit="""
-            blocks communicators executor launch_counts leaves placement schedule step strategies
+            blocks communicators executor launch_counts leaves placement schedule shares step strategies
             transitions trial_steps units
         """,
     ),

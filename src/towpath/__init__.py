@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         no_sync,
         schedule,
         shard,
+        weigh,
     )
     from towpath.core.formats import Precision
     from towpath.core.placement import Placement
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from towpath.core.transport import Transport
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
+    from towpath.engine.share_sampler import ShareSampler
     from towpath.errors import TowpathError
     from towpath.fsdp.wires import wires
     from towpath.observe.stats import Stats, stats
@@ -58,6 +60,7 @@ __all__ = [
     "Protect",
     "Schedule",
     "ShardTensor",
+    "ShareSampler",
     "Stats",
     "Strategy",
     "Topology",
@@ -79,6 +82,7 @@ __all__ = [
     "stats",
     "strategies",
     "strategy",
+    "weigh",
     "wires",
 ]
 
@@ -93,6 +97,7 @@ _HOMES = {
     "Protect": "core.strategy",
     "Schedule": "core.schedule",
     "ShardTensor": "engine.parameters.shard_tensor",
+    "ShareSampler": "engine.share_sampler",
     "Stats": "observe.stats",
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",

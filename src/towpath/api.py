@@ -294,6 +294,9 @@ def _resolve(
             f"{job.words}: expected {counted(job.world, 'rank')} in the process group, which has {world}. "
             f"Start {job.world}, or pass the topology that is running."
         )
+    shares = None if chosen is None else chosen.shares
+    if isinstance(shares, tuple) and len(shares) != world:
+        raise ConfigError(f"shares={shares}: expected {counted(world, 'number')}, one for each data-parallel rank.")
     return chosen
 
 
@@ -374,6 +377,33 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return engine_of(model).no_sync()
 
 
+def weigh(model: nn.Module, loss: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return a loss with the weight of its tokens: `towpath.weigh(model, loss, tokens).backward()`.
+
+    It is for a strategy with `shares`, where each backward pass needs it. The gradient of a step then is that of the
+    mean over the tokens of all ranks and micro-steps, as one process would compute it. So do not divide the loss by the
+    number of micro-steps.
+
+    Args:
+        model: A model that `shard` returned.
+        loss: The mean loss of this rank's micro-batch, in float32 or float64.
+        tokens: What `loss` is the mean of: tokens without those that are ignored, or rows. All ranks must count the
+            same thing. 0 is allowed, if the loss is finite. A tensor on a GPU would wait for the GPU.
+
+    Raises:
+        ShardError: The model is not sharded, or its strategy has no shares.
+        StepError: The loss is in a dtype of 16 bits, or `tokens` is negative. In the backward pass: two losses were
+            weighed for one backward pass.
+    """
+    shares = engine_of(model).shares
+    if shares is None:
+        raise ShardError(
+            "weigh: the strategy has no shares, and gradients are the mean over the ranks. Pass towpath.strategy(name, "
+            "shares=…): (1, 1) weighs the tokens of two equal ranks."
+        )
+    return shares.weigh(loss, tokens)
+
+
 # What a rank has to train on, when the ranks compare it in `join`.
 _NONE, _LAST_AGAIN, _ONE = 0, 1, 2
 
@@ -382,7 +412,8 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield as many batches on each rank as the rank with the most has: `for batch in towpath.join(model, loader)`.
 
     Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
-    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
+    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks. With a
+    strategy's `shares`, the mean is over the tokens of the other ranks.
 
     Args:
         model: A model that `shard` returned.

@@ -15,6 +15,7 @@ import towpath
 from tests.fake_cuda.running import check_waits, loss_of, net, on_gpus, sharded
 from tests.fake_cuda.world import World, fake_gpus
 from towpath import Outer, Precision
+from towpath.engine.compute_clock import WARM_UP, WINDOW
 from towpath.observe import record
 from towpath.optim import chain
 from towpath.topology import groups
@@ -76,6 +77,25 @@ def test_an_exchange_between_islands_is_applied_without_a_wait() -> None:
                 optimizer.zero_grad()
 
             check_waits(gpus.cuda, step, steps=6)
+
+
+@on_gpus()
+def test_ranks_are_measured_without_a_wait() -> None:
+    with fake_gpus(2, 2) as gpus:
+        model = sharded(gpus.topology, "zero3", shares="auto")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        found = model.towpath_engine.shares._clock._found
+
+        def step() -> None:
+            with gpus.cuda.no_waits("in a pass"):
+                towpath.weigh(model, loss_of(model), 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        check_waits(gpus.cuda, step, steps=WARM_UP + WINDOW)
+        torch.cuda.synchronize()
+        step()  # reads what the device has passed
+        assert len(found) >= WINDOW and all(seconds > 0 for seconds in found)
 
 
 @on_gpus()

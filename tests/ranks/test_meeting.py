@@ -98,11 +98,12 @@ def pairs() -> Generator[Jobs]:
 class _Training:
     """An island's training on a rank. Until `count` islands train, its weights do not change."""
 
-    def __init__(self, outer: Outer | None, label: str, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, outer: Outer | None, label: str, dtype: torch.dtype = torch.float64, shares: Any = None) -> None:
         _without_delays()
         world = dist.get_world_size()
         self.dtype, self.said = dtype, list[str]()
-        self.model: Any = towpath.shard(GPT.make(dtype), towpath.strategy(label, Topology(1, world), outer=outer))
+        strategy = towpath.strategy(label, Topology(1, world), outer=outer, shares=shares)
+        self.model: Any = towpath.shard(GPT.make(dtype), strategy)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.sync: Any = self.model.towpath_engine.outer
         if outer is not None and outer.meet:
@@ -111,7 +112,7 @@ class _Training:
     def step(self, number: int, step: int, lr: float = 0.05) -> None:
         self.optimizer.param_groups[0]["lr"] = lr
         rank = number * dist.get_world_size() + dist.get_rank()
-        GPT.loss(self.model, *GPT.micro_batch(rank, 0, step, self.dtype)).backward()
+        _loss(self.model, rank, step, self.dtype).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -144,8 +145,14 @@ class _Training:
         return content(self.model, self.optimizer)
 
 
-def _train(outer: Outer, label: str, count: int, steps: int, dtype: torch.dtype = torch.float32) -> Any:
-    run = _Training(outer, label, dtype)
+def _loss(model: Any, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """With shares, each rank has another number of tokens."""
+    loss = GPT.loss(model, *GPT.micro_batch(rank, 0, step, dtype))
+    return loss if model.towpath_engine.shares is None else towpath.weigh(model, loss, 10 + 7 * rank)
+
+
+def _train(outer: Outer, label: str, count: int, steps: int, shares: Any = None) -> Any:
+    run = _Training(outer, label, torch.float32, shares)
     run.gather(count)
     run.train(0, steps)
     return run.sync.number, run.content(), run.said, run.sync.dropped
@@ -175,14 +182,15 @@ def _await_others(sync: Any, count: int) -> None:
             time.sleep(0.01)
 
 
-def _train_as_one_job(outer: Outer, label: str, count: int, steps: int) -> Any:
+def _train_as_one_job(outer: Outer, label: str, count: int, steps: int, shares: Any = None) -> Any:
     """What islands of one job come to. As those that meet, they begin with a period in which nothing changes."""
     topology, rank = Topology(count, dist.get_world_size() // count), dist.get_rank()
-    model: Any = towpath.shard(GPT.make(torch.float32), towpath.strategy(label, topology, outer=outer))
+    strategy = towpath.strategy(label, topology, outer=outer, shares=shares and shares * count)
+    model: Any = towpath.shard(GPT.make(torch.float32), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(-EVERY, steps):
         optimizer.param_groups[0]["lr"] = 0.05 if step >= 0 else 0.0
-        GPT.loss(model, *GPT.micro_batch(rank, 0, max(step, 0), torch.float32)).backward()
+        _loss(model, rank, max(step, 0), torch.float32).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.towpath_engine.sync_islands()
@@ -193,14 +201,18 @@ def at(outer: Outer, meet: str) -> Outer:
     return Outer(outer.every, outer.fragments, outer.delay, blend=outer.blend, transport=outer.transport, meet=meet)
 
 
-@pytest.mark.parametrize("outer", [PLAIN, seldom(STREAMING), ROUNDED], ids=["plain", "streaming", "int4"])
+@pytest.mark.parametrize(
+    ("outer", "shares"),
+    [(PLAIN, None), seldom(STREAMING, None), (ROUNDED, None), (STREAMING, (1,))],
+    ids=["plain", "streaming", "int4", "by tokens"],
+)
 def test_islands_that_are_all_there_have_the_bits_of_one_job(
-    world: Worlds, jobs: Jobs, meet: str, outer: Outer, monkeypatch: pytest.MonkeyPatch
+    world: Worlds, jobs: Jobs, meet: str, outer: Outer, shares: Any
 ) -> None:
-    expected = world(3).run(_train_as_one_job, outer, "zero3", 3, 2 * EVERY + 2)
-    found = [
-        each.result()[0] for each in [jobs.start(_train, at(outer, meet), "zero3", 3, 2 * EVERY + 2) for _ in "abc"]
-    ]
+    steps = 2 * EVERY + 2
+    expected = world(3).run(_train_as_one_job, outer, "zero3", 3, steps, shares)
+    started = [jobs.start(_train, at(outer, meet), "zero3", 3, steps, shares) for _ in "abc"]
+    found = [each.result()[0] for each in started]
     for number, weights, said, dropped in found:
         assert differing(weights, expected[number]) == []
         assert dropped == 0 and sum("joined at step" in text for text in said) >= 1

@@ -44,6 +44,7 @@ def _plain(_: Path) -> dict[str, Any]:
     return {
         "model": model,
         "batches": [torch.ones(2, 3, WIDTH)] * 2,
+        "dataset": torch.ones(32, 3, WIDTH),
         "loss_of": _loss_of,
         "contextlib": contextlib,
         "torch": torch,

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
+from towpath.core.shares import Shares, shares_of
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Protect, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
@@ -61,6 +62,7 @@ class Options(TypedDict, total=False):
     exact: bool
     outer: Outer | None
     protect: Protect | None
+    shares: Shares | None
 
 
 NONE = Extent(1)
@@ -169,6 +171,9 @@ def strategy(
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
             - `protect`: A `Protect`, with which training survives a lost node without a shared folder. Nodes then keep
               snapshots in memory. Use it if machines may fail.
+            - `shares`: The relative speeds of all data-parallel ranks, such as (2, 2, 1, 1), or 'auto' to measure them.
+              Each rank then takes rows of a micro-batch in proportion. Use it if machines are not equally fast. Take
+              batches from `towpath.ShareSampler`, and call `towpath.weigh(model, loss, tokens).backward()`.
 
     Returns:
         A `Strategy`, if `topology` is given. Otherwise the name with its options, which `shard()` and `schedule()` take
@@ -222,7 +227,7 @@ class NamedStrategy:
         placement = self.name
         if not isinstance(placement, Placement):
             placement = _PLACERS[placement](topology, **({"group": options["group"]} if "group" in options else {}))
-        same = {each: options[each] for each in ("frozen", "frozen_codec", "offload") if each in options}
+        same = {each: options[each] for each in ("frozen", "frozen_codec", "offload", "shares") if each in options}
         made = Strategy(topology, placement, self.label, outer=outer, **same)
         made = replace(made, protect=protected(options.get("protect"), made.job))
         return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
@@ -313,8 +318,8 @@ def parse_strategy(text: str, topology: Topology, **defaults: Unpack[Options]) -
     """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64' or 'mics group=4x2'.
 
     Args:
-        text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES, and `protect` as
-            the steps between snapshots.
+        text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES, `protect` as the
+            steps between snapshots, and `shares` as 2,2,1,1 or auto.
         topology: The nodes and ranks of the job.
         **defaults: Options as `strategy()` takes them, unless the text names them.
     """
@@ -335,6 +340,8 @@ def parse_strategy(text: str, topology: Topology, **defaults: Unpack[Options]) -
             options[option] = value.lower() == "true"
         if option == "protect":
             options[option] = Protect(int(value) if value.isdecimal() else value)  # pyright: ignore[reportArgumentType]
+        if option == "shares":
+            options[option] = shares_of(value)
     return strategy(name, topology, **options)
 
 

@@ -22,6 +22,7 @@ from towpath.core.placement import everyone
 from towpath.core.protection import Protection, protection_of
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, digest_bytes, shared_lanes
 from towpath.core.routes import Form
+from towpath.core.shares import TOLD
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, Submit, Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
@@ -38,10 +39,12 @@ from towpath.topology.cluster import Extent
 def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tuple[Transfer, ...]:
     """Return the all-reduce with which the ranks compare their step at the boundary."""
     # It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
-    # Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
+    # Then follow digests of what each rank has submitted (`engine/agree/digest.py`), and with unequal batches what each
+    # rank tells about its own (`engine/unequal_batches.py`).
     # `parameters`: The number of trainable parameters. Without any, nothing is compared.
     # `log`: The bytes of the digests, as `digest_bytes` returns them.
-    return over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
+    shares = 0 if strategy.shares is None else strategy.topology.world * TOLD.size
+    return over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log + shares, "uint8")
 
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
+from towpath.core.shares import AUTO, Shares, shares_of
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
@@ -155,6 +156,8 @@ class Strategy:
             memory, and copies them to the device for each gather. 'optimizer+params' does both.
         outer: When and how islands synchronize. By default, the job is one island, and every step is synchronous.
         protect: How often nodes keep snapshots of the training in memory. By default, they keep none.
+        shares: The relative speeds of the job's data-parallel ranks, such as (2, 2, 1, 1), or 'auto' to measure them.
+            Each rank then takes rows in proportion, and `towpath.weigh` weighs its loss. By default, batches are equal.
     """
 
     topology: Topology
@@ -170,9 +173,11 @@ class Strategy:
     offload: Offload | None = None
     outer: Outer | None = None
     protect: Protect | None = None
+    shares: Shares | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        object.__setattr__(self, "shares", shares_of(self.shares))
         if self.outer is not None and self.outer.islands is None:
             raise ConfigError(
                 f"{self.name}: outer.islands: expected the number of islands, as `topology` is that of one island. "
@@ -354,6 +359,9 @@ class Strategy:
             lines.append(f"  {'outer':<16} {counted(self.islands, 'island')} of this size, {self.outer}")
         if self.protect is not None:
             lines.append(f"  {'protect':<16} {self.protect}, in the nodes' memory")
+        if self.shares is not None:
+            words = "measured" if self.shares == AUTO else ", ".join(f"{share:g}" for share in self.shares)
+            lines.append(f"  {'shares':<16} {words}: rows of each rank, by its speed")
         return "\n".join(lines)
 
     def _frozen_words(self) -> str:
@@ -371,6 +379,7 @@ class Strategy:
             "frozen": [frozen.local, frozen.nodes] if isinstance(frozen, Extent) else frozen,
             "frozen_codec": None if codec == "none" else str(codec),
             "offload": self.offload,
+            "shares": self.shares,
         }
         tables = {
             "topology": asdict(self.topology),
@@ -410,7 +419,7 @@ class Strategy:
             if (protect := table.pop("protect", None)) is not None:
                 table["protect"] = Protect(**protect)
             topology = Topology(**table.pop("topology"))
-            if unknown := set(table) - {"name", "frozen", "frozen_codec", "offload", "outer", "protect"}:
+            if unknown := set(table) - {"name", "frozen", "frozen_codec", "offload", "outer", "protect", "shares"}:
                 raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
             if isinstance(extent := table.get("frozen"), list):
                 table["frozen"] = Extent(*extent)

@@ -16,6 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.formats import Precision
 from towpath.core.queues import LoggedCall
+from towpath.core.shares import AUTO
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import SMALLEST_BYTES, LowRank
@@ -152,6 +153,11 @@ def build(
         raise ShardError(
             f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh, whose replicas would be rounded "
             "otherwise on every rank, and drift apart. Take a strategy without codecs."
+        )
+    if mesh.groups and strategy.shares == AUTO:
+        raise ShardError(
+            "shares='auto': the model is on a tensor-parallel mesh, whose ranks must take the same rows. Each group of "
+            "data-parallel ranks would measure rows of its own. Pass numbers, such as shares=(2, 1)."
         )
     if mesh.groups and strategy.optimizer_on_host:
         raise ShardError(

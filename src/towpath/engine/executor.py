@@ -57,6 +57,7 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import ParamSyncs, Unit
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
+from towpath.engine.unequal_batches import UnequalBatches
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
@@ -118,7 +119,8 @@ class Engine:
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
+        self.shares = None if strategy.shares is None else UnequalBatches(strategy.shares, comm)
+        self._boundary_check = BoundaryCheck(strategy, self._trained, comm, self.shares)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         self._stepped: set[int] = set()  # the ids of parameters that were stepped since the last boundary
         comm.queues.plan(u.plan for u in units)
@@ -302,6 +304,8 @@ class Engine:
             # Evaluation must not decide when islands synchronize.
             if torch.is_grad_enabled():
                 self.sync_islands()
+                if self.shares is not None:
+                    self.shares.forward_begins()
         self.execute(self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing))
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
         # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
@@ -420,6 +424,8 @@ class Engine:
     def _backward_event(self, event: Callable[[], list[Action]]) -> None:
         """Execute what the step machine answers to an event that may begin a backward pass."""
         before = self.machine.in_backward
+        if self.shares is not None and not before:
+            self.shares.check_weighed()
         try:
             actions = event()
         finally:
@@ -432,6 +438,8 @@ class Engine:
     @eager
     @_on_host
     def _end_backward(self) -> None:
+        if self.shares is not None:
+            self.shares.pass_ended(self.muted)
         self.comm.record.ends("backward", None)
         with torch.no_grad():
             try:
@@ -449,6 +457,8 @@ class Engine:
 
     def be_a_stage(self, terms: int) -> None:
         """Make the model a pipeline stage: its passes interleave, and each mean gradient averages `terms` gradients."""
+        if self.shares is not None:
+            raise ShardError("a pipeline takes equal batches on all copies of a stage: leave shares= out.")
         self.machine.staged = True
         self._terms = terms
         for parameter in (p for unit in self.units for p in unit.parameters):
@@ -516,10 +526,11 @@ class Engine:
 
     def _set_grads(self) -> None:
         used = self._used
+        factor = 1.0 if self.shares is None else self.shares.end_step()
         for unit in self._trained:
             for bucket in unit.trainable:
                 count = len(bucket.gradients.used)
-                bucket.gradients.set_grads(used[:count])
+                bucket.gradients.set_grads(used[:count], factor)
                 used = used[count:]
         self.comm.record.end_step()
         self._stepped.clear()
@@ -527,6 +538,8 @@ class Engine:
         self._writes_before_step = self.writes.count
         if self.outer is not None:
             self.outer.begin()
+            if self.shares is not None:
+                self.outer.tokens = self.shares.tokens
         # Peers that wait for this rank quote the step that it has reached.
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
@@ -585,6 +598,8 @@ class Engine:
     def _abandon(self) -> None:
         """Drop the gradients of all micro-steps since the last boundary, also of a backward pass that raised."""
         self.comm.record.ends("backward", None)
+        if self.shares is not None:
+            self.shares.abandoned()
         self.execute(self.machine.abandoned())
         self._micro_step_ended(0)
         for unit in self.units:

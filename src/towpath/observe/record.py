@@ -14,7 +14,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch.autograd import profiler
@@ -28,6 +28,9 @@ from towpath.engine.agree.status import has_ended
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
+
+if TYPE_CHECKING:
+    from towpath.engine.compute_clock import ComputeClock
 
 # The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
 # it, so that timing never waits for the device. Events cost the host some microseconds each, so transfers on a GPU are
@@ -312,6 +315,7 @@ class Record:
         self._is_read = False  # whether someone has read the seconds
         # Whether to count seconds where that is not free. By default from the first call of `totals` on.
         self.times: bool | None = None
+        self.clock: ComputeClock | None = None  # of a model whose ranks are measured, to share out its batches
         self._lock = threading.Lock()  # the threads of the streams report, too
         self._unknown: list[_Span] = []
         self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
@@ -345,6 +349,7 @@ class Record:
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""
         times = self._is_read if self.times is None else self.times
+        times = times or (self.clock is not None and self.clock.is_running)
         return times or self.trace is not None or self.timer_of(transfers).is_free
 
     def end_step(self) -> None:
@@ -386,6 +391,8 @@ class Record:
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
         self.host.subtract(self.timer.host_seconds(began, ended))
+        if self.clock is not None:
+            self.clock.waited(began, ended)
         if not transfers:  # the job was arithmetic only
             return
         with self._lock:

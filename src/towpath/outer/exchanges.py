@@ -236,7 +236,9 @@ def _fragment(
         whole = Range(name, own_dtype, elements * math.prod(move.members for move in inside), own_dtype)
         gather = transfers(TransferKind.OUTER_GATHER, whole, inside)
         parts.append(FragmentPart(own_dtype, dtype, tuple(slices), partition, exchange, gather))
-    check = transfers(TransferKind.SLOW_WEIGHTS, Range(name, "digest", 2, "int64"), between)
+    # With unequal batches, each island also tells its tokens there.
+    compared = 2 if strategy.shares is None else 2 + strategy.islands
+    check = transfers(TransferKind.SLOW_WEIGHTS, Range(name, "digest", compared, "int64"), between)
     return Fragment(units, tuple(parts), check if parts else ())
 
 

@@ -3,7 +3,8 @@
 The islands of `Outer(meet=…)` are jobs of their own. Rank 0 of each has a seat at the meeting point (`meeting.py`),
 where one island holds the register (`register.py`). An exchange takes four messages and one sum:
 
-    READY      with the steps since the last result, as the weight, and the digest of the slow weights
+    READY      with the steps since the last result, or the tokens if the strategy has shares, as the weight; and the
+               digest of the slow weights
     GO         who takes part, each with its weight
     the sum    over gloo, from host memory, between the ranks of equal number in all islands. Groups are formed anew
                after somebody came or left, or an exchange failed. No process group of an island is touched.
@@ -12,7 +13,7 @@ where one island holds the register (`register.py`). An exchange takes four mess
                it has the numbers of the next data that this island reads
 
 After a dropped exchange nothing changes: the next difference has the steps of this period, too, and weighs as much
-more. Islands that have equal batches are thus weighted by tokens. If all weights are equal, the result has the bits of
+more. Islands are thus weighted by tokens. If all weights are equal, the result has the bits of
 one job with as many islands. When groups are formed anew, codecs begin without error feedback.
 
 A newcomer takes the slow weights and the outer momentum from one island, whose rank r sends them to its rank r while
@@ -123,6 +124,7 @@ class IslandSync(OuterSync):
         self._last: dict[int, Key] = {}  # the last exchange of each fragment
         self._void: dict[int, str] = {}  # the fragments whose last exchange was dropped, and why
         self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
+        self._tokens_at: dict[int, int] = {}  # this island's tokens so far, at the steps of exchanges
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
         # The newcomers that take the slow weights of this island after the next result of a fragment.
         self._donations: dict[int, list[tuple[Message, int]]] = {}
@@ -215,6 +217,9 @@ class IslandSync(OuterSync):
         last, _, tries = self._last.get(fragment, (-1, fragment, 0))
         key = step, fragment, tries + 1 if last == step else 0
         weight = step - self._since.get(fragment, step - every)
+        if self.plan.strategy.shares is not None:
+            self._tokens_at[step] = self.tokens
+            weight = max(1, self.tokens - self._tokens_at.get(self._since.get(fragment, -1), 0))
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
         return lambda _: self._exchange({"key": key, "weight": weight})
@@ -332,7 +337,8 @@ class IslandSync(OuterSync):
         count, comm = len(go["members"]), self._comm
         group = self._group(go, go["view"], mine, count)
         settings = replace(self.plan.settings, meet="", islands=count)
-        plan = plan_outer(replace(self.plan.strategy, outer=settings), [unit.plan for unit in self._units], comm.form)
+        strategy = replace(self.plan.strategy, outer=settings, shares=None)
+        plan = plan_outer(strategy, [unit.plan for unit in self._units], comm.form)
         assert plan is not None
         rank, cpu = mine * comm.groups.world + comm.rank, torch.device("cpu")
 
@@ -410,7 +416,9 @@ def _facts(plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> dict[st
         "the digest of the model's parameters": hashlib.sha256(model.encode()).hexdigest()[:16],
         "the type of the device": comm.device.type,
     }
-    strategy = replace(plan.strategy, outer=replace(plan.settings, meet=""))
+    # Islands may have other shares, but all of them or none weigh by tokens.
+    shares = None if plan.strategy.shares is None else (1,)
+    strategy = replace(plan.strategy, outer=replace(plan.settings, meet=""), shares=shares)
     for name, value in tomllib.loads(strategy.to_toml()).items():
         table = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
         facts |= {key: str(each) for key, each in table.items()}

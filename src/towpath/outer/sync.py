@@ -9,6 +9,9 @@ is one collective, and applying its result takes few kernels:
     slow       = slow - lr · (mean + factor · momentum)
     weights    = (1 - blend) · slow + blend · weights
 
+If islands take unequal batches, the mean is weighted by the tokens that each of them has trained on since the last
+exchange.
+
 The weights are those that the optimizer writes to. An ordinary parameter sync then sends them to the P shards of the
 island.
 """
@@ -60,6 +63,8 @@ class OuterSync:
         self._has_begun = False  # whether the slow weights have values
         # The islands that train, and how many exchanges nobody applied. Both change only if islands come and go.
         self.present, self.dropped = plan.strategy.islands, 0
+        # The tokens of this island with unequal batches, so far and up to the last exchange of each fragment.
+        self.tokens, self._exchanged = 0, dict[int, int]()
         # Fragments that were applied, each with the end of its exchange, and the digest that is there then.
         self._unchecked: list[tuple[int, Handle, Tensor]] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
@@ -76,8 +81,11 @@ class OuterSync:
     def submit(self, task: Task) -> Handle:
         """Compute the differences of a fragment, and submit their exchange."""
         # The training thread has waited for the exchange before, which used the same memory.
-        exchange = self._exchanges[task.unit]
-        exchange.take_differences()
+        exchange, fragment = self._exchanges[task.unit], task.unit
+        # The mean of all islands' weights, which `average_islands` takes at any step, has equal weights.
+        weighs = fragment in self.plan.settings.begun_at(self.steps.done)
+        exchange.take_differences(max(1, self.tokens - self._exchanged.get(fragment, 0)) if weighs else 1)
+        self._exchanged[fragment] = self.tokens
         # A copy of its own, because the host may read that of an earlier exchange later.
         exchange.told = host_memory(2, torch.int64, self._comm.device)
         after: list[Handle] = []
@@ -230,19 +238,24 @@ class FragmentExchange:
         self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
         self.gathers = [bound for part in self.parts for bound in part.gather]
         # The digest of the slow weights, and its complement. The maximum of both shows whether all islands have one.
-        self.digest = _zeros(2, torch.int64, comm.device, plan.from_host)
+        # With unequal batches, the tokens of each island follow.
+        islands = 0 if plan.strategy.shares is None else plan.strategy.islands
+        self._slot = comm.job.rank // comm.groups.world if islands > 1 else None  # this island's
+        self.digest = _zeros(2 + islands, torch.int64, comm.device, plan.from_host)
         # Where it is computed.
         moves = plan.from_host and not plan.strategy.optimizer_on_host
-        self._digest = _zeros(2, torch.int64, comm.device, on_host=False) if moves else self.digest
+        self._digest = _zeros(2 + islands, torch.int64, comm.device, on_host=False) if moves else self.digest
         self.told = self.digest  # its copy in host memory, which an exchange makes
 
-    def take_differences(self) -> None:
-        """Compute how far the weights have moved from the slow weights, and the digest of these."""
+    def take_differences(self, tokens: int = 1) -> None:
+        """Compute how far the weights have moved from the slow weights, and the digest of these. Note the tokens."""
         for part in self.parts:
             part.take_difference()
         digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
         if isinstance(digest, Tensor):
-            self._digest.copy_(torch.stack([digest, ~digest]))
+            self._digest[:2] = torch.stack([digest, ~digest])
+        if self._slot is not None:
+            self._digest[2:].zero_()[self._slot] = tokens
 
     def copy_to_send(self) -> None:
         """Copy the differences and the digest from where they were computed to where they are sent from."""
@@ -254,7 +267,12 @@ class FragmentExchange:
         try:
             for bound in self._check:
                 bound.run(self.digest, self.digest, workspace)
-            self.told.copy_(self.digest, non_blocking=True)
+            self.told.copy_(self.digest[:2], non_blocking=True)
+            if self._slot is not None:
+                tokens = self.digest[2:].double()
+                weight = tokens[self._slot] * len(tokens) / tokens.sum()  # 1 if all islands have equally many
+                for part in self.parts:
+                    part.difference.mul_(weight)
             for part in self.parts:
                 for bound in part.exchange:  # sums the differences of all islands, in place
                     bound.run(part.difference, part.difference, workspace)

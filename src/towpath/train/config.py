@@ -20,6 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES
+from towpath.core.shares import shares_of
 from towpath.core.strategy import OFFLOADS, Protect, Strategy, written
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer, outer_transport
@@ -206,6 +207,7 @@ class StrategyConfig(Section):
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
     protect: int = key(0, "steps between snapshots in the nodes' memory; 0: none", FROM_0)
+    shares: str = key("", "speeds of the ranks, as 2,2,1,1; auto measures; empty: equal")
     memory: float = key(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -215,6 +217,10 @@ class StrategyConfig(Section):
             self.refuse_all(
                 "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
             )
+        try:
+            shares_of(self.shares or None)
+        except ConfigError as error:
+            raise ConfigError(f"strategy.{error}") from None
         if self.auto and self.outer.every:
             self.outer.refuse("every", "0: auto chooses it, if strategy.allow has 'outer'")
         for codec in (name for name in self.allow if name != OUTER):
@@ -254,6 +260,8 @@ class StrategyConfig(Section):
             options["outer"] = outer
         if self.protect:
             options["protect"] = self.protection
+        if self.shares:
+            options["shares"] = shares_of(self.shares)
         if self.file is None:
             return presets.parse_strategy(self.name, self.topology(launched), **options)
         if options:
@@ -341,6 +349,8 @@ class Config:
             )
         if self.strategy.protect:
             self.strategy.refuse("protect", f"0 with parallel.pipeline = {parallel.pipeline}, which takes no snapshots")
+        if self.strategy.shares:
+            self.strategy.refuse("shares", f"none with parallel.pipeline = {parallel.pipeline}")
         which = "pipeline" if parallel.pipeline > 1 else "tensor"
         missing = {
             "train.compile": train.compile,

@@ -173,12 +173,14 @@ class StepAgreement:
     Attributes:
         flags: The shares of ranks that have set each flag, the same on every rank.
         loss_of_islands: With islands, the mean loss of all of them in the step before.
+        weight: With islands, the rows of this one, next to those of the average island.
     """
 
     job: Job
     island: Groups | None = None
     flags: list[float] = field(default_factory=list[float])
     loss_of_islands: float | None = None
+    weight: float = 1.0
     _under_way: tuple[dist.Work | None, Tensor] | None = None
     _groups: Groups = field(init=False)
 
@@ -200,7 +202,7 @@ class StepAgreement:
         self.flags = [0.0] * len(flags)
         self._receive()
         if self.island is not None:
-            self._send([means()[0], *flags])
+            self._send([self.weight * means()[0], *flags])
 
     def finish(self, flags: Sequence[float]) -> None:
         """Agree once more after the last step, with nothing left under way."""

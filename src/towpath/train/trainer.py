@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from towpath.api import average_islands, meet_islands
+from towpath.api import average_islands, meet_islands, weigh
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -157,6 +157,11 @@ class TrainingRun:
         random.seed(own)
         np.random.seed(own % (1 << 32))
         self.model.train()
+        self.shares = None if self.pipelined else engine_of(self.model).shares
+        if self.shares is not None:
+            self.shares.say = job.print_once
+            self.shares.divide(train.micro_batch)
+            job.print_once(f"shares {self.shares.described()} of a micro-batch")
 
         self.optimizer = build_optimizer(self.model.parameters(), train)
         order = {
@@ -167,6 +172,8 @@ class TrainingRun:
         }
         self.state = TrainState(order)
         self._agreement = StepAgreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
+        if self.shares is not None:
+            self._agreement.weight = sum(self.shares.rows) / len(self.shares.rows) / train.micro_batch
         outer = None if self.pipelined else engine_of(self.model).outer
         self._islands = outer if isinstance(outer, IslandSync) else None  # those that come and go
         self._island: Island | None = None  # this one, once it has met the others
@@ -332,14 +339,20 @@ class TrainingRun:
         """
         micro_steps, total = self.micro_steps, torch.zeros((), device=self.job.device)
         offloads = self.config.train.offload_activations
+        # With unequal batches, a loss counts by its rows, next to those of the other ranks.
+        rows = () if self.shares is None else self.shares.rows
+        share = 1 if self.shares is None else self._span[1] * len(rows) / sum(rows)
         for micro_step in range(micro_steps):
             with self._timed("data"):
                 inputs, targets = self._micro_batch(micro_step)
             with self._timed("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
                 with offload_activations(self.model) if offloads else nullcontext():
-                    loss = next_token_loss(self.model, inputs, targets) / micro_steps
-                loss.backward()
-            total += loss.detach()
+                    loss = next_token_loss(self.model, inputs, targets)
+                if self.shares is None:
+                    (loss / micro_steps).backward()
+                else:
+                    weigh(self.model, loss, targets.numel()).backward()
+            total += loss.detach() * share / micro_steps
         return total
 
     def _pipeline_passes(self) -> Tensor:
@@ -352,12 +365,18 @@ class TrainingRun:
 
     def _micro_batch(self, micro_step: int) -> Batch:
         # One counter of samples for the whole job: which of them a rank computes follows from it.
-        at_once = self.config.train.micro_batch
         begin = self.state.samples
         if self._island is not None:
             begin = self._island.position(self.state.step) * self.config.train.batch
-        first = begin + (micro_step * self.copies + self.copy) * at_once
-        return self._to_device(self.tokens.train.batch(first, at_once))
+        first, rows = self._span
+        first += begin + micro_step * self.copies * self.config.train.micro_batch
+        return self._to_device(self.tokens.train.batch(first, rows))
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        """The first row of this rank in a micro-batch of all ranks, and how many it takes."""
+        at_once = self.config.train.micro_batch
+        return (self.copy * at_once, at_once) if self.shares is None else self.shares.span()
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.job.device.type != "cuda":
@@ -388,15 +407,16 @@ class TrainingRun:
         at_once = config.micro_batch * (self.micro_steps if self.pipelined else 1)
         turns = windows // (at_once * self.copies)
         total = torch.zeros(1, device=self.job.device, dtype=torch.float64)
+        begin, rows = (self.copy * at_once, at_once) if self.pipelined else self._span
         self.model.train(False)
         with self._timed("passes"):
             for turn in range(turns):
-                first = (turn * self.copies + self.copy) * at_once
-                inputs, targets = self._to_device(self.tokens.held_out.evaluation_batch(first, at_once, windows))
+                first = turn * self.copies * at_once + begin
+                inputs, targets = self._to_device(self.tokens.held_out.evaluation_batch(first, rows, windows))
                 if self.pipelined:
                     total += self.model.evaluate(inputs, target=targets)
                 else:
-                    total += next_token_loss(self.model, inputs, targets)
+                    total += next_token_loss(self.model, inputs, targets) * (rows / at_once)
         self.model.train()
         return self.job.mean(total)()[0] / turns, time.perf_counter() - began
 

@@ -1,6 +1,7 @@
 """The comparison at each boundary: which parameters any rank has a gradient for, and whether all did the same.
 
-One transfer combines the bits of unused parameters, and the digests of what each rank did (`digest.py`).
+One transfer combines the bits of unused parameters and the digests of what each rank did (`digest.py`). Ranks with
+unequal batches also tell their tokens there (`engine/unequal_batches.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.unit import Unit
+from towpath.engine.unequal_batches import UnequalBatches
 
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
@@ -30,7 +32,10 @@ class BoundaryCheck:
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
     """
 
-    def __init__(self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(
+        self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext, batches: UnequalBatches | None = None
+    ) -> None:
+        self._batches = batches
         self._comm, self._buckets = comm, [(unit, bucket) for unit in trained for bucket in unit.trainable]
         self._places = [place for _, bucket in self._buckets for place in bucket.layout.places]
         self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places), comm.log.bytes))
@@ -42,7 +47,10 @@ class BoundaryCheck:
     def compare(self, boundary: int) -> list[bool]:
         """Return for each parameter whether any rank has a gradient for it, at the boundary of this number."""
         mine = [used for _, bucket in self._buckets for used in bucket.gradients.used]
+        batches = b"" if self._batches is None else self._batches.encoded()
         if not self._transfers:
+            if self._batches is not None:
+                self._batches.decode(batches)
             return mine
         log = self._comm.log
         kept = sum(place.parameter.grad is not None for place in self._places)
@@ -51,7 +59,7 @@ class BoundaryCheck:
         self._note_checksums()
         if self.check_every and boundary % self.check_every == 0:
             self._take_checksums()
-        compared = torch.tensor([*mine, *log.encoded()], dtype=torch.uint8)
+        compared = torch.tensor([*mine, *log.encoded(), *batches], dtype=torch.uint8)
 
         def combine(workspace: Workspace) -> None:
             for transfer in self._transfers:
@@ -59,7 +67,10 @@ class BoundaryCheck:
 
         self._comm.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
         combined = compared.tolist()
-        log.check(bytes(combined[len(mine) :]), self._comm.groups.all_gather_objects)
+        end = len(combined) - len(batches)
+        log.check(bytes(combined[len(mine) : end]), self._comm.groups.all_gather_objects)
+        if self._batches is not None:
+            self._batches.decode(bytes(combined[end:]))
         return [bool(used) for used in combined[: len(mine)]]
 
     def _take_checksums(self) -> None:

@@ -196,8 +196,14 @@ class BucketGradients(ABC):
     def _means(self) -> Sequence[torch.Tensor | None]:
         """Return for each parameter the part of its mean gradient in this rank's OS slice, 1-D."""
 
-    def set_grads(self, used: Sequence[bool]) -> None:
-        """Add the mean gradient to `.grad` of each parameter that any rank used, and start the next step."""
+    @abstractmethod
+    def _multiply(self, factor: float) -> None:
+        """Multiply the mean gradients in place."""
+
+    def set_grads(self, used: Sequence[bool], factor: float = 1.0) -> None:
+        """Add the mean gradient times `factor` to `.grad` of each parameter that any rank used. Start the next step."""
+        if factor != 1.0:
+            self._multiply(factor)
         for place, mean, is_used in zip(self._places, self._means(), used, strict=True):
             parameter = place.parameter
             assert isinstance(parameter, ShardTensor)
@@ -297,6 +303,10 @@ class UnsentGradients(BucketGradients):
 
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
+
+    def _multiply(self, factor: float) -> None:
+        if sums := [each for each in self._sums if each is not None]:
+            torch._foreach_mul_(sums, factor)  # pyright: ignore
 
     def restart(self) -> None:
         """Drop the sums. Those that are `.grad` of a parameter stay there."""
@@ -469,9 +479,16 @@ class FlatGradients(BucketGradients):
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
         return slice_of(shard, self.plan.optimizer, self._rank, self.plan.grads)
 
-    def _means(self) -> Sequence[torch.Tensor]:
+    @property
+    def _flat_mean(self) -> torch.Tensor:
         assert self.sums is not None
-        mean = self._mean if self._mean is not None else self._own_slice(self.sums)
+        return self._mean if self._mean is not None else self._own_slice(self.sums)
+
+    def _multiply(self, factor: float) -> None:
+        self._flat_mean.mul_(factor)
+
+    def _means(self) -> Sequence[torch.Tensor]:
+        mean = self._flat_mean
         spans = [place.parameter.shard_spec for place in self._places if isinstance(place.parameter, ShardTensor)]
         return [mean[slice(*shard_spec.bounds_in_slice())] for shard_spec in spans]
 
