@@ -101,7 +101,7 @@ FEATURES = (
 
 OTHER = _files(
     fake_cuda="device",
-    lab="clusters command destroy lab lab_page leftovers",
+    lab="clusters command delay destroy lab lab_page leftovers",
     ranks="""
             bench_failures demo emulated_pipeline examples gpu_script install pages server train train_command
             train_models

@@ -24,6 +24,7 @@ from tests.fake_cuda.ranks import gpu_ranks
 from tests.fake_cuda.running import Net, batch, check_waits, loss_of, net, on_gpus, sharded
 from tests.fake_cuda.runtime import fake_cuda
 from tests.fake_cuda.world import World, fake_gpus
+from tests.ranks.strategies import in_turn
 from towpath import Outer, Precision, Topology, Transport, tracing
 from towpath.codecs import exact
 from towpath.errors import ConfigError, ShardError
@@ -59,11 +60,11 @@ def steps(gpus: World, model: Any, most: int = 0, count: int = 4, in_passes: boo
     check_waits(gpus.cuda, step, most, count)
 
 
+@in_turn([*towpath.strategies()], 6, "name")
 @on_gpus()
-def test_no_preset_waits_in_a_step() -> None:
-    for name in towpath.strategies():
-        with fake_gpus(2, 2) as gpus:
-            steps(gpus, sharded(gpus.topology, name))
+def test_no_preset_waits_in_a_step(name: str) -> None:
+    with fake_gpus(2, 2) as gpus:
+        steps(gpus, sharded(gpus.topology, name))
 
 
 @on_gpus()

@@ -95,7 +95,7 @@ def check_gradients(model: Any, plain: nn.Module, tolerance: float = TOLERANCE) 
         assert distance(p.grad, expected) <= tolerance * expected.abs().max().item(), name
 
 
-@in_turn(PRESETS, 5, "preset")
+@in_turn(PRESETS, 3, "preset")
 @pytest.mark.parametrize("micro_steps", [2, seldom(1)])
 @on_ranks(WORLD)
 def test_gradients_norms_and_losses_are_those_of_one_process(preset: str, micro_steps: int) -> None:
