@@ -323,7 +323,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "doctor": Page(
         "Doctor",
-        "What `towpath doctor` finds in labs with one fault, and in labs without, and what `accelerate test` says there.",
+        "What `towpath doctor` and `accelerate test` find in labs with one fault, and in labs without.",
         "python -m benchmarks doctor",
         "An examination of a fault is right if its first finding has the cause and the machines of the fault. A word "
         "for the cause, or the name or address of a machine, in a complaint of `accelerate test` counts as named.",
