@@ -61,7 +61,7 @@ def _runs() -> dict[str, Any]:
         kept = {"version": "1.15.0", "statuses": [*statuses], "seconds": 31.2, **told}
         return {"case": {"name": AccelerateCase(name).name}, "checks": [], "accelerate": kept}
 
-    runs = [
+    runs: list[dict[str, Any]] = [
         examined(FaultCase("half duplex").name, True, [{"cause": "half duplex", "machines": ["node1"]}]),
         examined("slow rank", False, [{"cause": "loss", "machines": ["node0", "node1"]}]),
         examined("MTU hole", False, []),
