@@ -50,7 +50,7 @@ SUITES = {
     "healing": ("healing", "a run that loses one node of three, with its memory and disk, and heals"),
     "islands": ("islands", "islands that are killed and return over 10 Mbit/s, while the others train on"),
     "recovery": ("recovery", "the seconds from a loss to the next step, and where they go"),
-    "doctor": ("doctor", "what towpath doctor finds in labs with one fault, and in labs without"),
+    "doctor": ("doctor", "what towpath doctor and accelerate test find in labs with one fault, and in labs without"),
     "soak": ("soak", "a run whose ranks are killed and restarted again and again"),
 }
 _HELP = """Usage: python -m benchmarks SUITE [CASE ...] [--quick] [--resume] [-o FILE] ...

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lab.links import CABLE
+from lab.cables import Cable
+from lab.links import CABLE, address
 from towpath.topology.cluster import Topology
 
 INTER = "200mbit"
@@ -41,13 +42,15 @@ _NEW_CONNECTIONS = [
 ]
 _HOLE_BYTES = 1400
 _LARGE_PACKETS = ["128 0 0 0", f"37 0 1 {_HOLE_BYTES + 14}", _DROP, _PASS]
+_ALL_PACKETS = "prio 1 u32 match u32 0 0"
+_SLOW_PAIR = (1, 2)
 _STOP_AND_GO = (
     "import os, select, signal, sys\n"
-    "pid = int(sys.argv[1])\n"
+    "group = int(sys.argv[1])\n"
     "while True:\n"
-    "    os.kill(pid, signal.SIGSTOP)\n"
+    "    os.killpg(group, signal.SIGSTOP)\n"
     "    select.select([], [], [], 0.09)\n"
-    "    os.kill(pid, signal.SIGCONT)\n"
+    "    os.killpg(group, signal.SIGCONT)\n"
     "    if select.select([sys.stdin], [], [], 0.01)[0]: break\n"
 )
 
@@ -61,12 +64,14 @@ class Fault:
         cause: The cause of the first finding.
         machines: The names of the machines that the finding must have.
         inject: Makes the fault on a node. It gets the number of the node and of the rank on it.
+        cables: The cables of the lab.
     """
 
     topology: Topology
     cause: str
     machines: frozenset[str]
     inject: Callable[[int, int], AbstractContextManager[object]]
+    cables: str | tuple[Cable, ...] = INTER
 
 
 def _run(command: str) -> None:
@@ -94,18 +99,48 @@ def _sends(rate: str) -> Generator[None]:
 
 
 @contextmanager
-def _receives(rate: str) -> Generator[None]:
-    """Let what arrives wait in a queue of another device."""
-    _run("ip link add name inbound type ifb")
+def _redirected(device: str, rate: str, *filters: str) -> Generator[None]:
+    """Let the packets that the filters select wait in the queue of another device, and then go on as before."""
+    _run(f"ip link add name {device} type ifb")
     try:
-        _run("ip link set inbound up")
-        _run(f"tc qdisc add dev inbound root tbf rate {rate} {_BUCKET}")
+        _run(f"ip link set {device} up")
+        _run(f"tc qdisc add dev {device} root tbf rate {rate} {_BUCKET}")
         _run(f"tc qdisc add dev {CABLE} clsact")
-        _run(f"tc filter add dev {CABLE} ingress prio 1 u32 match u32 0 0 action mirred egress redirect dev inbound")
+        for each in filters:
+            _run(f"tc filter add dev {CABLE} {each} action mirred egress redirect dev {device}")
         yield
     finally:
         _run(f"tc qdisc del dev {CABLE} clsact")
-        _run("ip link del inbound")
+        _run(f"ip link del {device}")
+
+
+def _receives(rate: str) -> AbstractContextManager[None]:
+    return _redirected("inbound", rate, f"ingress {_ALL_PACKETS}")
+
+
+def _takes_turns() -> AbstractContextManager[None]:
+    """Let both directions share one rate, as on a cable that carries one of them at a time."""
+    return _redirected("medium", INTER, f"ingress {_ALL_PACKETS}", f"egress {_ALL_PACKETS}")
+
+
+def _sends_to(node: int, rate: str) -> AbstractContextManager[None]:
+    """Limit what is sent to one other node, as a bad trunk between the switches of the two does."""
+    return _redirected("detour", rate, f"egress protocol ip prio 1 u32 match ip dst {address(node)}/32")
+
+
+@contextmanager
+def _container_bridge() -> Generator[None]:
+    """Add what Docker adds: a bridge with the address that it has on every machine, and the veth of a container."""
+    with ExitStack() as stack:
+        _run("ip link add name docker0 type bridge")
+        stack.callback(_run, "ip link del docker0")
+        _run("ip address add 172.17.0.1/16 brd 172.17.255.255 dev docker0")
+        _run("ip link add name veth1a2b type veth peer name container")
+        stack.callback(_run, "ip link del veth1a2b")
+        _run("ip link set veth1a2b master docker0 up")
+        _run("ip link set container up")
+        _run("ip link set docker0 up")
+        yield
 
 
 @contextmanager
@@ -147,9 +182,9 @@ def _no_offload() -> Generator[None]:
 
 @contextmanager
 def _stopped_now_and_then() -> Generator[None]:
-    """Let this process run only a tenth of the time."""
-    command = [sys.executable, "-S", "-c", _STOP_AND_GO, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as other:
+    """Let this process, and what it starts, run only a tenth of the time."""
+    command = [sys.executable, "-S", "-c", _STOP_AND_GO, str(os.getpgrp())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as other:
         try:
             yield
         finally:
@@ -200,6 +235,13 @@ def _slow_rank(node: int, local: int) -> Generator[None]:
 
 
 @contextmanager
+def _slow_pair(node: int, local: int) -> Generator[None]:
+    others = [other for other in _SLOW_PAIR if node in _SLOW_PAIR and other != node]
+    with _sends_to(others[0], "50mbit") if others and local == 0 else nullcontext():
+        yield
+
+
+@contextmanager
 def _bad_hosts(node: int, local: int) -> Generator[None]:
     name = socket.gethostname()
     with _hosts(f"127.0.0.1 localhost\n127.0.1.1 {name}\n") if node == 1 else nullcontext():
@@ -223,8 +265,31 @@ FAULTS = {
     "slow rank": Fault(Topology(2, 2), "slow rank", frozenset({"node1"}), _slow_rank),
     "bad hosts entry": Fault(Topology(2, 1), "hosts entry", frozenset({"node1"}), _bad_hosts),
     "other version": Fault(Topology(2, 1), "version", frozenset({"node1"}), _on(1, _other_version)),
+    # Those below are by another author than the doctor, who had not read how it measures.
+    "half duplex": Fault(Topology(3, 1), "half duplex", frozenset({"node1"}), _on(1, _takes_turns)),
+    "one slow pair": Fault(Topology(4, 1), "slow pair", frozenset(f"node{node}" for node in _SLOW_PAIR), _slow_pair),
+    "loss of 1 %": Fault(
+        Topology(3, 1),
+        "loss",
+        frozenset({"node1"}),
+        _on(-1),  # its cable has the fault
+        (Cable.parse(INTER), Cable.parse(INTER, loss="1%"), Cable.parse(INTER)),
+    ),
+    "docker0 bridges": Fault(Topology(2, 1), "shared address", PAIR, _on(-1, _container_bridge)),
 }
 CLEAN_SHAPES = (Topology(2, 1), Topology(2, 2), Topology(3, 1), Topology(4, 1), Topology(3, 2))
+
+
+def forget_interfaces() -> None:
+    """Remove the variables that choose an interface. The lab has decided, and a user may not have."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(variable, None)
+
+
+def injected(name: str | None) -> AbstractContextManager[object]:
+    """Return the context in which a rank's node has a fault, or none."""
+    node, local = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])
+    return nullcontext() if name is None else FAULTS[name].inject(node, local)
 
 
 def examined(rank: int, world: int, name: str | None, quick: bool = False) -> dict[str, Any] | None:
@@ -234,15 +299,13 @@ def examined(rank: int, world: int, name: str | None, quick: bool = False) -> di
     from towpath.doctor.gathering import PORT, Leader, Place, follow
 
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does; a lab's ranks begin with the kernel's default
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # the lab has decided; a user may not have
-        os.environ.pop(variable, None)
+    forget_interfaces()
     if quick:
         examination._RATE_SECONDS = 0.3  # pyright: ignore[reportPrivateUsage]
         paths._ECHO_SECONDS, paths._DATAGRAMS = 0.05, 800  # pyright: ignore[reportPrivateUsage]
     place = Place.of_launcher(PORT)
     member = Examinee(place)
-    inject = nullcontext() if name is None else FAULTS[name].inject(int(os.environ["GROUP_RANK"]), place.local)
-    with inject:
+    with injected(name):
         # A process meets the others when its own fault is there, so all of them are when the leader begins.
         if rank:
             follow(place, member.perform, member.hello, 30.0)

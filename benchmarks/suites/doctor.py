@@ -4,13 +4,18 @@
 
 A case with a fault is one examination. It is right if the first finding has the cause and the machines of the fault. A
 clean case is one examination per round, which must find nothing.
+
+A case of `accelerate test` runs that command on every rank while the lab has the same fault, for at most two minutes.
+Without a fault, it shows that the command works there.
 """
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.accelerate_peer import LIMIT_SECONDS, check_installed, outcome, tested
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.network_faults import CLEAN_SHAPES, FAULTS, INTER, examined, is_right
@@ -21,10 +26,11 @@ from towpath.topology.cluster import Topology
 _MOST_SECONDS = 60.0
 _PATIENCE_SECONDS = 180.0
 _CLEAN_ROUNDS = 4
+_MODULES = (*PRELOAD, "benchmarks.network_faults", "benchmarks.accelerate_peer", "towpath.cli.doctor")
 
 
 def _examined(shape: Topology, fault: str | None, rounds: int) -> list[dict[str, Any]]:
-    with Lab(shape, inter=INTER, preload=(*PRELOAD, "benchmarks.network_faults", "towpath.cli.doctor")) as lab:
+    with Lab(shape, inter=FAULTS[fault].cables if fault else INTER, preload=_MODULES) as lab:
         return [lab.call(examined, fault, timeout_seconds=_PATIENCE_SECONDS)[0] for _ in range(rounds)]
 
 
@@ -77,11 +83,44 @@ class CleanCase:
         return {"checks": checks, "examined": [_short(each) for each in found]}
 
 
+@dataclass(frozen=True, slots=True)
+class AccelerateCase:
+    """`accelerate test` in a lab with a fault, or without one."""
+
+    fault: str | None
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return f"accelerate test, {self.fault or 'clean'}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        """Test once."""
+        installed, fault = check_installed(), FAULTS[self.fault] if self.fault else None
+        shape, cables = (fault.topology, fault.cables) if fault else (Topology(2, 1), INTER)
+        with Lab(shape, inter=cables, preload=_MODULES) as lab, tempfile.TemporaryDirectory() as folder:
+            ended = lab.call(tested, self.fault, folder, timeout_seconds=LIMIT_SECONDS + _PATIENCE_SECONDS)
+        found = outcome(fault, ended)
+        passed = sum(status == 0 for status in found["statuses"])
+        checks = [
+            Check("ranks on which it ended", float(sum(status is not None for status in found["statuses"]))),
+            Check("ranks on which it passed", float(passed), at_least=None if fault else shape.world),
+            Check("names the cause", float(found["names_cause"])),
+            Check("names the machine", float(found["names_machine"])),
+            Check("seconds", found["seconds"]),
+        ]
+        return {"checks": checks, "accelerate": {"version": installed, **found}}
+
+
 SUITES = [
     Suite(
         "doctor",
         __doc__,
-        [*map(FaultCase, FAULTS), *(CleanCase(shape.nodes, shape.ranks_per_node) for shape in CLEAN_SHAPES)],
+        [
+            *map(FaultCase, FAULTS),
+            *(CleanCase(shape.nodes, shape.ranks_per_node) for shape in CLEAN_SHAPES),
+            *map(AccelerateCase, (None, *FAULTS)),
+        ],
         rounds=_CLEAN_ROUNDS,
     )
 ]

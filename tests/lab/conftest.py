@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lab import Lab, available
+from lab import Cable, Lab, available
 from lab.lab import PRELOAD
 from towpath.topology.cluster import Topology
 
@@ -41,7 +41,7 @@ def lab(kernel_allows_labs: None) -> Iterator[Callable[..., Lab]]:
     def of(
         nodes: int,
         ranks: int,
-        inter: str | None = None,
+        inter: str | tuple[Cable, ...] | None = None,
         intra: str | None = None,
         preload: Sequence[str] = OF_TRAINING,
     ) -> Lab:

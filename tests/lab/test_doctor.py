@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.network_faults import CLEAN_SHAPES, FAULTS, INTER, examined, is_right
-from lab import Lab
+from lab import Cable, Lab
 from lab.lab import PRELOAD
 from lab.links import address
 from tests.ranks.strategies import seldom
@@ -27,24 +27,27 @@ def _told(found: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def labs(lab: Callable[..., Lab]) -> Callable[[Topology], Lab]:
-    return lambda topology: lab(topology.nodes, topology.ranks_per_node, inter=INTER, preload=MODULES)
+def labs(lab: Callable[..., Lab]) -> Callable[..., Lab]:
+    def of(topology: Topology, cables: str | tuple[Cable, ...] = INTER) -> Lab:
+        return lab(topology.nodes, topology.ranks_per_node, inter=cables, preload=MODULES)
+
+    return of
 
 
 @pytest.mark.parametrize(
     "name", [name if name == "bad hosts entry" else seldom(name, id=name) for name in FAULTS], ids=str
 )
-def test_a_fault_is_found_on_its_machine(name: str, labs: Callable[[Topology], Lab]) -> None:
+def test_a_fault_is_found_on_its_machine(name: str, labs: Callable[..., Lab]) -> None:
     fault = FAULTS[name]
     quick = name == "bad hosts entry"
-    found = labs(fault.topology).call(examined, name, quick, timeout_seconds=PATIENCE_SECONDS)[0]
+    found = labs(fault.topology, fault.cables).call(examined, name, quick, timeout_seconds=PATIENCE_SECONDS)[0]
     assert is_right(fault, found["findings"]), _told(found)
 
 
 @pytest.mark.parametrize(
     "shape", [shape if shape == Topology(2, 1) else seldom(shape) for shape in CLEAN_SHAPES], ids=str
 )
-def test_nothing_is_found_where_nothing_is_wrong(shape: Topology, labs: Callable[[Topology], Lab]) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(shape: Topology, labs: Callable[..., Lab]) -> None:
     found = labs(shape).call(examined, None, shape == Topology(2, 1), timeout_seconds=PATIENCE_SECONDS)[0]
     assert found["findings"] == [], _told(found)
 

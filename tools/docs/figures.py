@@ -321,6 +321,13 @@ PAGES: Mapping[str, Page] = {
         "Islands that are killed and return over 10 Mbit/s, while the others train on.",
         "python -m benchmarks islands",
     ),
+    "doctor": Page(
+        "Doctor",
+        "What `towpath doctor` and `accelerate test` find in labs with one fault, and in labs without.",
+        "python -m benchmarks doctor",
+        "An examination of a fault is right if its first finding has the cause and the machines of the fault. A word "
+        "for the cause, or the name or address of a machine, in a complaint of `accelerate test` counts as named.",
+    ),
     "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python -m benchmarks soak"),
     "timeline": Page(
         "Overlap on a GPU",

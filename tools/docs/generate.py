@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tools.docs import (
+    draw_doctor,
     draw_exact,
     draw_first_screen,
     draw_gpus,
@@ -40,6 +41,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
+    **draw_doctor.TABLES,
     **draw_exact.TABLES,
     **draw_first_screen.TABLES,
     **draw_gpus.TABLES,
