@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -148,12 +147,9 @@ def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None =
 
 
 def _send(peer: Peer, seconds: float, segment: int | None) -> float:
-    name = secrets.token_hex(8)
-    with contextlib.suppress(OSError):
-        with peer.ask("sink", segment=segment, seconds=seconds, name=name) as link:
-            give(link, seconds)
-        with peer.ask("counted", segment=SHORT_BYTES, seconds=seconds, name=name) as link:
-            return link.receive(seconds + 1)
+    with contextlib.suppress(OSError), peer.ask("sink", segment=segment, seconds=seconds) as link:
+        give(link, seconds)
+        return link.receive(seconds + 1)
     return 0.0
 
 

@@ -34,8 +34,6 @@ class Services:
         self.port: int = self._listener.getsockname()[1]
         self._datagrams = datagram_socket(self._listener.family)
         self._datagrams.bind(("", self.port))
-        self._counted: dict[str, float] = {}
-        self._changed = threading.Condition()
         for work in (self._accept, self._reflect):
             threading.Thread(target=work, name="towpath-doctor-serves", daemon=True).start()
 
@@ -55,14 +53,10 @@ class Services:
                     while data := connection.recv(64):
                         connection.sendall(data)
                 case "sink":
-                    rate = count(connection, asked["seconds"])
-                    with self._changed:
-                        self._counted[asked["name"]] = rate
-                        self._changed.notify_all()
-                case "counted":
-                    with self._changed:
-                        self._changed.wait_for(lambda: asked["name"] in self._counted, asked["seconds"])
-                    link.send(self._counted.get(asked["name"], 0.0))
+                    link.send(count(connection, asked["seconds"]))
+                    # To close with bytes unread would reset the connection, and the answer with it.
+                    while connection.recv(CHUNK_BYTES):
+                        pass
                 case "source":
                     give(link, asked["seconds"])
                 case _:
@@ -94,7 +88,7 @@ def datagram_socket(family: int) -> socket.socket:
 
 
 def give(link: Channel, seconds: float) -> None:
-    """Send as much as the path takes for some seconds, and drop the rest."""
+    """Send as much as the path takes for some seconds. What is still under way when the link is closed is dropped."""
     block, until = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + seconds
     link.socket.settimeout(TICK_SECONDS)
     with contextlib.suppress(ConnectionError):  # the other end has seen enough
