@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 from tests.cases import each
@@ -374,11 +373,10 @@ def test_in_a_round_no_machine_is_in_two_pairs(count: int) -> None:
 
 
 def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
-    steady = [(at / 100, 1000 * at) for at in range(101)]
-    assert rate_of(steady, 1.0) == pytest.approx(100_000, rel=0.02)
-    paused = [(when, total) for when, total in steady if not 0.4 < when < 0.6]  # and then all that had queued up
-    assert rate_of(paused, 1.0) == pytest.approx(100_000, rel=0.1)
-    assert rate_of([], 1.0) == 0.0
+    assert rate_of([10, 50, *[100] * 8], 0.5) == 2000
+    assert rate_of([10, 50, 100, 100, 0, 0, 300, 100, 100, 100], 0.5) == 2000  # a pause, and then all that had queued up
+    assert rate_of([10, 50, 0, 0, 0, 0, 0, 400, 0, 400], 0.5) == 2000  # a path that is silent now and then
+    assert rate_of([0] * 10, 1.0) == 0.0
 
 
 @each(arguments=[["doctor"], ["doctor", "--hosts", "203.0.113.1,203.0.113.2"]])

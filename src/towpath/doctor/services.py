@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
 import socket
 import struct
 import threading
 import time
-from bisect import bisect_right
 from statistics import fmean, median
 
 from towpath.doctor.channels import Channel, listen
@@ -23,7 +21,7 @@ _MOST_DATAGRAM_BYTES = 1 << 16
 # IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: datagrams are never cut into fragments, whatever MTU the kernel assumes.
 _NEVER_CUT, _PROBE = ((socket.IPPROTO_IP, 10), (socket.IPPROTO_IPV6, 23)), 3
 _BUFFER_BYTES = 4 << 20
-_RECORD_SECONDS, _BINS = 0.01, 10
+_PIECES = 10  # of the time in which a rate is measured
 
 
 class Services:
@@ -100,29 +98,21 @@ def give(link: Channel, seconds: float) -> None:
 
 def count(connection: socket.socket, seconds: float) -> float:
     """Receive for some seconds, and return the bytes per second that the path carries."""
-    buffer, total, until = bytearray(CHUNK_BYTES), 0, time.monotonic() + seconds
-    records: list[tuple[float, int]] = []
+    buffer, pieces, began = bytearray(CHUNK_BYTES), [0] * _PIECES, time.monotonic()
     connection.settimeout(TICK_SECONDS)
     with contextlib.suppress(ConnectionError):
-        while (now := time.monotonic()) < until:
+        while (passed := (time.monotonic() - began) / seconds) < 1:
             with contextlib.suppress(TimeoutError):
-                total += connection.recv_into(buffer)
-                if not records or now - records[-1][0] >= _RECORD_SECONDS:
-                    records.append((now, total))
-    return rate_of(records, seconds)
+                pieces[int(passed * _PIECES)] += connection.recv_into(buffer)
+    return rate_of(pieces, seconds)
 
 
-def rate_of(records: list[tuple[float, int]], seconds: float) -> float:
-    """Return the bytes per second that a path carries, from the bytes that had arrived at some times.
+def rate_of(pieces: list[int], seconds: float) -> float:
+    """Return the bytes per second that a path carries, from the bytes that arrived in equal pieces of some seconds.
 
-    The first fifth, in which TCP opens its window, is left out. It is the median of short intervals, so neither a
-    process that had to wait for a processor counts, nor what it then finds in the kernel's memory. It is the mean if
-    that is more, as on a path that is silent now and then.
+    The first fifth, in which TCP opens its window, is left out. It is the median of the others, so neither a process
+    that had to wait for a processor counts, nor what it then finds in the kernel's memory. It is the mean if that is
+    more, as on a path that is silent now and then.
     """
-    if len(records) < 2:
-        return 0.0
-    began, step = records[0][0] + seconds / 5, 0.8 * seconds / _BINS
-    times = [when for when, _ in records]
-    totals = [records[max(0, bisect_right(times, began + step * mark) - 1)][1] for mark in range(_BINS + 1)]
-    pieces = [(after - before) / step for before, after in itertools.pairwise(totals)]
-    return max(median(pieces), fmean(pieces))
+    settled = pieces[len(pieces) // 5 :]
+    return max(median(settled), fmean(settled)) * len(pieces) / seconds
