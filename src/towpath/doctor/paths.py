@@ -20,8 +20,9 @@ from towpath.doctor.interfaces import Interface, family_of, interface_of, interf
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
 
 _ECHOES, _ECHO_SECONDS, _WAY_SECONDS = 200, 0.3, 0.4
-_DATAGRAMS, _DATAGRAM_BYTES, _DATAGRAM_SECONDS = 2000, 200, 1.5
-_BURST, _MOST_UNDER_WAY, _SILENT_SECONDS = 40, 120, 0.5
+_DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
+# How long answers are awaited: after a burst before the next one is sent, and after the last one.
+_PAUSE_SECONDS, _SILENT_SECONDS = 0.03, 0.5
 _LEAST_PACKET_BYTES, _PACKET_STEP_BYTES, _TRIES = 576, 4, 3
 _MOST_PACKET_BYTES = 1 << 14  # larger ones are only on loopbacks
 _TCP_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
@@ -204,22 +205,16 @@ class _Datagrams:
 
         Few are under way at a time, so no queue is full. A datagram counts as lost if it never comes.
         """
-        test, sent, arrived, given_up, answers = random.getrandbits(32), 0, 0, 0, set[int]()
-        until, more = time.monotonic() + _DATAGRAM_SECONDS, True
-        while more:
-            more = sent < _DATAGRAMS and time.monotonic() < until and (bool(answers) or sent < 5 * _BURST)
-            if more:
-                self._send(test, range(sent, sent + _BURST), _DATAGRAM_BYTES, _DATAGRAM_BYTES)
-                sent += _BURST
-            # Most of them are answered before more are sent. After a silence, those on their way count as lost.
-            while sent - max(len(answers), given_up) > (_MOST_UNDER_WAY - _BURST if more else 0):
-                found = self._answer(test, max(_SILENT_SECONDS, self._patience))
-                if found is None:
-                    given_up = sent
-                    break
+        test, arrived, answers = random.getrandbits(32), 0, set[int]()
+        for sent in range(0, _DATAGRAMS, _BURST):
+            self._send(test, range(sent, sent + _BURST), _DATAGRAM_BYTES, _DATAGRAM_BYTES)
+            patience = _PAUSE_SECONDS if sent + _BURST < _DATAGRAMS else max(_SILENT_SECONDS, self._patience)
+            while found := self._answer(test, patience):
                 answers.add(found[0])
                 arrived = max(arrived, found[1])
-        ways = ((sent, arrived), (arrived, len(answers)))
+                if len(answers) == sent + _BURST:
+                    break
+        ways = ((_DATAGRAMS, arrived), (arrived, len(answers)))
         return [{"loss": 1 - came / of, "datagrams": of} for of, came in ways] if answers else None
 
     def largest_packet(self, mtu: int, backward: bool) -> int:
