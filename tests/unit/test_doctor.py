@@ -53,7 +53,7 @@ def _machine(number: int, ranks: int) -> Facts:
         "training": used,
         "on_gpus": False,
         "names": [address],
-        "versions": {"towpath": "0.2.0", "torch": "2.11.0", "python": "3.11.7", "kernel": "6.18"},
+        "versions": {"towpath": "0.2.0", "torch": "2.11.0"},
         "environment": {"OMP_NUM_THREADS": "1"},
         "cores": 8,
         "load": 0.4,
@@ -65,7 +65,6 @@ def _machine(number: int, ranks: int) -> Facts:
         "ranks": [
             {
                 "rank": number * ranks + local,
-                "torch": "2.11.0",
                 "devices": [{"device": "cpu", "flops": 5e10, "copied": 4e9, "threads": 1}],
             }
             for local in range(ranks)
@@ -216,7 +215,7 @@ def _other_version(facts: Facts) -> None:
 
 
 def _other_torch(facts: Facts) -> None:
-    facts["machines"][1]["ranks"][0]["torch"] = "2.12.0"
+    facts["machines"][1]["versions"]["torch"] = "2.12.0"
 
 
 def _slow_pair(facts: Facts) -> None:
@@ -374,7 +373,7 @@ def test_in_a_round_no_machine_is_in_two_pairs(count: int) -> None:
 
 def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
     assert rate_of([10, 50, *[100] * 8], 0.5) == 2000
-    assert rate_of([10, 50, 100, 100, 0, 0, 300, 100, 100, 100], 0.5) == 2000  # a pause, and then all that had queued up
+    assert rate_of([10, 50, 100, 100, 0, 0, 300, 100, 100, 100], 0.5) == 2000  # a pause, then what queued up
     assert rate_of([10, 50, 0, 0, 0, 0, 0, 400, 0, 400], 0.5) == 2000  # a path that is silent now and then
     assert rate_of([0] * 10, 1.0) == 0.0
 

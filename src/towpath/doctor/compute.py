@@ -13,13 +13,6 @@ _INTERVAL_SECONDS = 0.2
 _SHARE_OF_COPIES = 0.3
 
 
-def load() -> str:
-    """Import torch, which takes seconds, before ranks measure together. Return its version."""
-    import torch
-
-    return str(torch.__version__)
-
-
 def compute(seconds: float, local_rank: int | None) -> list[dict[str, Any]]:
     """Measure the device of this rank, or each device of this machine in turn if there is no launcher.
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towpath.doctor.compute import compute, load
+from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.interfaces import interfaces, is_usable, plain
@@ -60,11 +60,11 @@ class Examinee:
                 self._services = Services()
                 return machine_facts() | {"services": [self._services.port, self._services.token]}
             case "load":
-                return load()
+                import torch  # takes seconds, which must not fall into what ranks measure together
+
+                return torch.__version__
             case "compute":
                 return compute(_COMPUTE_SECONDS, None if self._place.hosts else self._place.local)
-            case "clock":
-                return time.time()
             case "loopback":
                 found = rates(Peer(*question["peer"]), ("out", "back"), _LOOPBACK_SECONDS)
                 return sum(found.values())
@@ -140,19 +140,20 @@ class Examination:
         for number in sorted(hellos, key=lambda number: (hellos[number]["local"], number)):
             groups.setdefault(hellos[number]["machine"], []).append(number)
         firsts = sorted(group[0] for group in groups.values())
+        began = time.time()
         told = leader.ask({first: {"do": "facts"} for first in firsts}, _ASK_SECONDS)
+        ended = time.time()
         hosts = [hellos[first]["host"] for first in firsts]
         for first in sorted(told):
             host, address = hellos[first]["host"], addresses[first]
-            question = {first: {"do": "clock"}}
-            began, clock = time.time(), leader.ask(question, _ASK_SECONDS).get(first, time.time())
+            clock = told[first]["clock"]  # as it was answered, so after the leader began to ask, and before it ended
             more = {
                 "name": host if hosts.count(host) == 1 else f"{host} ({address})",
                 "host": host,
                 "address": address,
                 "first": first,
                 "ranks": [{"rank": number} for number in groups[hellos[first]["machine"]]],
-                "clock": round(clock - (began + time.time()) / 2, 3),
+                "clock": round(min(clock - began, 0.0) + max(clock - ended, 0.0), 3),
                 "local": ["::1" if ":" in address else "127.0.0.1", *told[first]["services"]],
             }
             self._machines.append(told[first] | more)
@@ -161,16 +162,15 @@ class Examination:
         """Let all ranks compute, and then all machines send to themselves."""
         everyone = [rank["rank"] for machine in self._machines for rank in machine["ranks"]]
         self._say("loading torch")
-        versions = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
+        loaded = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
         self._say("matrix products and copies")
-        told = self._leader.ask({number: {"do": "compute"} for number in versions}, _LONG_SECONDS)
+        told = self._leader.ask({number: {"do": "compute"} for number in loaded}, _LONG_SECONDS)
         peers = {machine["first"]: {"do": "loopback", "peer": machine["local"]} for machine in self._machines}
         sent = self._leader.ask(peers, _ASK_SECONDS)
         for machine in self._machines:
             machine["loopback"] = better(machine.get("loopback"), sent.get(machine["first"], 0.0))
             for rank in machine["ranks"]:
-                now = {"torch": versions.get(rank["rank"]), "devices": told.get(rank["rank"], [])}
-                rank |= better({key: rank.get(key) for key in now}, now)
+                rank["devices"] = better(rank.get("devices"), told.get(rank["rank"], []))
 
     # Pairs ------------------------------------------------------------------------------------------------------------
 

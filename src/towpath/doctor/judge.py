@@ -26,7 +26,6 @@ _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
 # Causes that a busy machine can feign.
 OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
-_VERSIONS = ("towpath", "torch", "nvidia-nccl", "driver")
 _SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 _OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
 
@@ -446,7 +445,7 @@ def _ranks(case: _Case) -> Iterator[Finding]:
 
 def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
     """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
-    for name in sorted({name for each in told for name in each}, key=lambda name: (name.count(","), name)):
+    for name in sorted({name for each in told for name in each}):
         values = [each.get(name) for each in told]
         odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]
         if odd:
@@ -455,18 +454,9 @@ def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple
 
 
 def _versions(case: _Case) -> Iterator[Finding]:
-    imported = [{rank["torch"] for rank in machine["ranks"] if rank.get("torch")} for machine in case.machines]
-    told = [
-        machine["versions"] | ({"torch, imported": ", ".join(sorted(found))} if found else {})
-        for machine, found in zip(case.machines, imported, strict=True)
-    ]
-    seen: set[tuple[str, ...]] = set()
-    for package, odd, lines, first in _differing(case, told):
-        name = package.partition(",")[0]
-        if package.startswith(_VERSIONS) and (name, *odd) not in seen:
-            seen.add((name, *odd))
-            key = "version, driver" if name == "driver" else "version"
-            yield finding(key, odd, f"{package} on {', '.join(odd)}", lines, package=package, name=name, version=first)
+    for name, odd, lines, first in _differing(case, [machine["versions"] for machine in case.machines]):
+        key = "version, driver" if name == "driver" else "version"
+        yield finding(key, odd, f"{name} on {', '.join(odd)}", lines, name=name, version=first)
 
 
 def _variables(case: _Case) -> Iterator[Finding]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,11 +40,12 @@ def machine_facts() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "shapers": _shapers(),
         "notes": [*_adapters(found)],
+        "clock": time.time(),
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {"towpath": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    found = {"towpath": __version__}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
