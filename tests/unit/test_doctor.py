@@ -73,8 +73,8 @@ def _machine(number: int, ranks: int) -> Facts:
 
 
 def _interface(name: str, address: str, **more: Any) -> Facts:
-    usual = {"up": True, "carrier": True, "loopback": False, "mtu": 1500, "driver": "e1000e", "megabits": None}
-    return usual | {"name": name, "addresses": [address], "duplex": None, "wireless": False, "counters": {}} | more
+    usual = {"loopback": False, "mtu": 1500, "megabits": None, "duplex": None, "wireless": False}
+    return usual | {"name": name, "addresses": [address]} | more
 
 
 def _pair(a: int, b: int) -> Facts:
@@ -198,7 +198,7 @@ def _hosts_entry_with_variable(facts: Facts) -> None:
 
 def _bridge(facts: Facts) -> None:
     for machine in facts["machines"]:
-        machine["interfaces"].append(_interface("docker0", "172.17.0.1/16", driver="bridge"))
+        machine["interfaces"].append(_interface("docker0", "172.17.0.1/16"))
 
 
 def _bridge_in_use(facts: Facts) -> None:

@@ -172,7 +172,7 @@ def _print_machines(console: Console, facts: Mapping[str, Any]) -> None:
     for machine in facts["machines"]:
         used, versions = machine["training"], machine["versions"]
         of = next((each for each in machine["interfaces"] if each["name"] == used["interface"]), {})
-        link = f"{of['megabits']} Mbit/s" if of.get("megabits") else of.get("driver") or "unknown"
+        link = f"{of['megabits']} Mbit/s" if of.get("megabits") else "unknown"
         devices = [device for rank in machine["ranks"] for device in rank["devices"]]
         copied = f"{format_bytes(min((device['copied'] for device in devices), default=0.0))}/s"
         flops = ", ".join(f"{device['flops'] / 1e9:.4g}" for device in devices)

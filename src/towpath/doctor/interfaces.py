@@ -1,7 +1,7 @@
 """The network interfaces of this machine, and those that gloo and NCCL choose among them.
 
-The kernel answers through a socket, for the network of this process. Neither `ip` nor `ethtool` need be installed, and
-/sys, which shows the network in which it was mounted, is not read.
+The kernel answers through a socket, for the network of this process, so `ip` need not be installed. Only the speed of
+a cable is read in /sys: that shows the network in which it was mounted, which may have other interfaces.
 """
 
 from __future__ import annotations
@@ -22,60 +22,35 @@ from typing import Any
 
 Interface = dict[str, Any]
 
-_GET_ADDRESSES, _GET_FLAGS, _GET_MASK, _GET_MTU, _ETHTOOL = 0x8912, 0x8913, 0x891B, 0x8921, 0x8946
-_GET_SETTINGS, _GET_DRIVER = 1, 3  # commands of ethtool
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
-_REQUEST_BYTES = 40
-_MOST_ADDRESSES = 512
-_UNKNOWN_SPEED = (0, 0xFFFF, 0xFFFFFFFF)
-# Drivers whose speed is a constant, and says nothing of a cable.
-_VIRTUAL = {
-    "veth",
-    "bridge",
-    "tun",
-    "dummy",
-    "openvswitch",
-    "vxlan",
-    "virtio_net",
-    "vmxnet3",
-    "hv_netvsc",
-    "ena",
-    "gve",
-}
+_GET_ADDRESSES, _GET_FLAGS, _GET_MASK, _GET_MTU = 0x8912, 0x8913, 0x891B, 0x8921
+_UP, _LOOPBACK = 0x1, 0x8
+_REQUEST_BYTES, _MOST_ADDRESSES = 40, 512
+# Adapters of virtual machines: their speed is a constant, and says nothing of a cable. Bridges and tunnels have none.
+_VIRTUAL = ("virtio_net", "vmxnet3", "hv_netvsc", "ena", "gve")
 _RESOLVE_SECONDS = 4.0
 
 
 def interfaces() -> list[Interface]:
     """Return the interfaces that are up and have addresses, in the order of the kernel."""
+    found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         addresses = _addresses(control)
-        wireless = _names_in("/proc/self/net/wireless")
-        counters = _counters()
-        return [
-            found | {"addresses": addresses[name], "wireless": name in wireless, "counters": counters.get(name, {})}
-            for _, name in socket.if_nameindex()
-            if name in addresses and (found := _described(control, name))["up"]
-        ]
+        for _, name in socket.if_nameindex():
+            flags = struct.unpack_from("H", _asked(control, _GET_FLAGS, name), 16)[0]
+            mtu = struct.unpack_from("i", _asked(control, _GET_MTU, name), 16)[0]
+            if flags & _UP and name in addresses:
+                known = {"name": name, "addresses": addresses[name], "loopback": bool(flags & _LOOPBACK), "mtu": mtu}
+                found.append(known | _cable(Path("/sys/class/net", name)))
+    return found
 
 
-def _described(control: socket.socket, name: str) -> Interface:
-    flags = struct.unpack_from("H", _asked(control, _GET_FLAGS, name), 16)[0]
-    mtu = struct.unpack_from("i", _asked(control, _GET_MTU, name), 16)[0]
-    driver = _ethtool(control, name, _GET_DRIVER, 256)[4:36].split(b"\0")[0].decode(errors="replace")
-    settings = _ethtool(control, name, _GET_SETTINGS, 64)
-    low, duplex, high = struct.unpack_from("H", settings, 12)[0], settings[14], struct.unpack_from("H", settings, 28)[0]
-    megabits = low | high << 16
-    known = driver not in _VIRTUAL and megabits not in _UNKNOWN_SPEED
-    return {
-        "name": name,
-        "up": bool(flags & _UP),
-        "carrier": bool(flags & _RUNNING),
-        "loopback": bool(flags & _LOOPBACK),
-        "mtu": mtu,
-        "driver": driver,
-        "megabits": megabits if known else None,
-        "duplex": {0: "half", 1: "full"}.get(duplex) if known else None,
-    }
+def _cable(folder: Path) -> Interface:
+    """Return what an adapter says of its cable: its speed, its duplex, and whether it is Wi-Fi instead."""
+    megabits, duplex = 0, None
+    with suppress(OSError):  # as long as nothing is plugged in
+        if (folder / "device/driver").exists() and (folder / "device/driver").resolve().name not in _VIRTUAL:
+            megabits, duplex = int((folder / "speed").read_text()), (folder / "duplex").read_text().strip()
+    return {"megabits": max(0, megabits) or None, "duplex": duplex, "wireless": (folder / "phy80211").exists()}
 
 
 def _asked(control: socket.socket, what: int, name: str, rest: bytes = b"") -> bytes:
@@ -84,12 +59,6 @@ def _asked(control: socket.socket, what: int, name: str, rest: bytes = b"") -> b
         return fcntl.ioctl(control, what, request)
     except OSError:
         return bytes(_REQUEST_BYTES)
-
-
-def _ethtool(control: socket.socket, name: str, command: int, size: int) -> bytes:
-    buffer = array("B", struct.pack("I", command).ljust(size, b"\0"))
-    answer = _asked(control, _ETHTOOL, name, struct.pack("P", buffer.buffer_info()[0]))
-    return buffer.tobytes() if any(answer) else bytes(size)
 
 
 def _addresses(control: socket.socket) -> dict[str, list[str]]:
@@ -109,21 +78,6 @@ def _addresses(control: socket.socket) -> dict[str, list[str]]:
             text, _, length, _, _, name = line.split()
             found.setdefault(name, []).append(f"{ipaddress.IPv6Address(int(text, 16))}/{int(length, 16)}")
     return found
-
-
-def _names_in(path: str) -> dict[str, list[str]]:
-    """Return the words after each name in a table of /proc/net whose rows are `name: words`."""
-    with suppress(OSError):
-        rows = (line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line)
-        return {name.strip(): words.split() for name, words in rows}
-    return {}
-
-
-def _counters() -> dict[str, dict[str, int]]:
-    """Return how many packets each interface has lost since it exists, by reason, where there are any."""
-    places = {"rx errors": 2, "rx dropped": 3, "rx fifo": 4, "tx errors": 10, "tx dropped": 11, "collisions": 13}
-    table = {name: row for name, row in _names_in("/proc/self/net/dev").items() if len(row) > 14}
-    return {name: {what: int(row[at]) for what, at in places.items() if int(row[at])} for name, row in table.items()}
 
 
 # What is asked about them ---------------------------------------------------------------------------------------------
@@ -205,18 +159,11 @@ def gloo_choice(found: Sequence[Interface]) -> dict[str, Any]:
         return {"interface": variable, "address": address, "why": f"GLOO_SOCKET_IFNAME={variable}"}
     addresses = resolved(name)
     for address in addresses:
-        if _is_own(address):
-            of = interface_of(address, found)
+        of = interface_of(address, found)
+        if of or is_loopback(address):
             return {"interface": of["name"] if of else "lo", "address": address, "why": f"the host name {name}"}
     why = f"the host name {name}, which stands for {', '.join(addresses) or 'no address'}"
     return {"interface": "lo", "address": "127.0.0.1", "why": why}
-
-
-def _is_own(address: str) -> bool:
-    with suppress(OSError), socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
 
 
 def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class _Case:
             own = list(map(plain, each["addresses"])) if from_there else [each["name"]]
             if used["address" if from_there else "interface"] in own:
                 return each
-        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
+        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False}
 
     def text(self, way: Direction) -> str:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
@@ -179,14 +179,12 @@ class _Case:
         """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
         own, usual = self.machines[machine]["shapers"].get(mine["name"], 0.0), self.expected.get((machine, other), 0.0)
-        errors = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
         found = {
             f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
             and mine["megabits"],
             "is at half duplex": mine["duplex"] == "half",
             f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": 0 < own < _SLOW * usual,
             "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
-            f"counts {errors}": errors and not set(errors) & set(theirs["counters"]),
         }
         return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]
 

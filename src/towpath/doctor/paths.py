@@ -86,7 +86,7 @@ def other_ways(peer: Peer, interface: str | None, addresses: Sequence[str]) -> l
     Returns:
         Rates, by interface and address: first that of the interface for training.
     """
-    own = [each for each in interfaces() if not each["loopback"] and each["carrier"]]
+    own = [each for each in interfaces() if not each["loopback"]]
     used = interface, peer.address
     others = [(each["name"], address) for each in own for address in addresses if is_near(address, each)]
     ways = [used, *(way for way in others if way != used)]
