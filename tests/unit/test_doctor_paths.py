@@ -49,23 +49,23 @@ def test_how_a_connection_fails_is_told_apart() -> None:
     nobody = Peer(LOCAL, closed_port(), services.token)
     states = [found["state"] for found in reach([Peer(LOCAL, services.port, services.token), of_another, nobody], [])]
     assert states == ["open", "something else answers", "refused"]
-    own = [{"name": "lo", "addresses": ["127.0.0.1/8"]}]
+    own = [{"name": "lo", "addresses": ["127.0.0.1"]}]
     assert reach([Peer(LOCAL, services.port, services.token)], own)[0]["state"] == "own"
 
 
 def test_the_interfaces_of_this_machine_have_a_loopback() -> None:
     found = {one["name"]: one for one in interfaces()}
-    assert "127.0.0.1/8" in found["lo"]["addresses"]
+    assert "127.0.0.1" in found["lo"]["addresses"]
     assert found["lo"]["loopback"] and found["lo"]["mtu"] >= 1500 and found["lo"]["megabits"] is None
 
 
 FOUND = [
     {"name": name, "addresses": [address]}
     for name, address in (
-        ("lo", "127.0.0.1/8"),
-        ("docker0", "172.17.0.1/16"),
-        ("eth0", "10.0.0.1/24"),
-        ("ib0", "10.1.0.1/24"),
+        ("lo", "127.0.0.1"),
+        ("docker0", "172.17.0.1"),
+        ("eth0", "10.0.0.1"),
+        ("ib0", "10.1.0.1"),
     )
 ]
 

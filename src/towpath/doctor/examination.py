@@ -4,7 +4,7 @@
     compute      all ranks at the same time
     reach        every machine tries to connect to every address of every other
     measure      pairs of machines, in rounds in which no machine is in two pairs
-    ways         where a machine has a second interface to the other: is it faster?
+    ways         where a machine is reached over a second interface: is it faster?
 
 What disturbs a measurement makes it worse, never better. So what looks wrong is measured again, and the best value
 counts.
@@ -20,17 +20,17 @@ from typing import Any
 from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
-from towpath.doctor.interfaces import interfaces, is_usable, plain
+from towpath.doctor.interfaces import interface_of, interfaces, is_usable
 from towpath.doctor.judge import OF_RATES, Direction, judge, turned
 from towpath.doctor.machine import machine_facts
-from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
+from towpath.doctor.paths import Peer, measure, rates, reach
 from towpath.doctor.services import Services
 
 Facts = dict[str, Any]
 
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
-_RATE_SECONDS, _ROUNDS_SECONDS = 1.0, 5.0
+_RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
 # What looks wrong is measured again so often, and rates most often, unless the examination has taken so long.
 _MOST_AGAIN, _BETTER, _CONFIRM_UNTIL_SECONDS = 3, 1.05, 36.0
@@ -71,9 +71,10 @@ class Examinee:
             case "reach":
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
-                return measure(Peer(*question["peer"]), question["seconds"])
+                return measure(Peer(*question["peers"][0]), question["seconds"])
             case _:
-                return other_ways(Peer(*question["peer"]), question["interface"], question["addresses"])
+                peers = [Peer(*peer) for peer in question["peers"]]
+                return [rates(peer, ("out",), _WAY_SECONDS)["out"] for peer in peers if len(peers) > 1]
 
 
 class Examination:
@@ -191,7 +192,7 @@ class Examination:
         targets: dict[int, list[tuple[Direction, list[Any]]]] = {}
         for way in ways:
             of = self._machines[way[1]]
-            every = (plain(address) for each in of["interfaces"] for address in each["addresses"])
+            every = (address for each in of["interfaces"] for address in each["addresses"])
             addresses = [of["training"]["address"], of["address"], *filter(is_usable, every)]
             for address in list(dict.fromkeys(filter(None, addresses)))[:_MOST_ADDRESSES]:
                 targets.setdefault(way[0], []).append((way, [address, *of["services"]]))
@@ -212,33 +213,35 @@ class Examination:
         for a, b in pairs:
             reach = [reached[a, b], reached[b, a]]
             found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
-        active = [way if _open(reached[way]) else turned(way) for way in pairs]
-        more = {"do": "measure", "seconds": seconds}
-        for (a, b), told in self._ask_paths(active, reached, more).items():
+        peers = {way: self._peers(way, tried) for way, tried in reached.items()}
+        active = [way if peers[way] else turned(way) for way in pairs]
+        for (a, b), told in self._ask_paths(active, peers, {"do": "measure", "seconds": seconds}).items():
             out, back = ("out", "back") if a < b else ("back", "out")
             found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
         for ways in (pairs, [turned(way) for way in pairs]):
-            for (a, b), told in self._ask_paths(ways, reached, {"do": "ways"}).items():
-                found[min(a, b), max(a, b)]["ways"] += [each | {"from": a, "to": b} for each in told]
+            for (a, b), told in self._ask_paths(ways, peers, {"do": "ways"}).items():
+                found[min(a, b), max(a, b)]["ways"] += [
+                    {"from": a, "to": b, "interface": interface, "rate": rate}
+                    for interface, rate in zip(peers[a, b], told, strict=False)  # no rates if there is only one
+                ]
+        return found
+
+    def _peers(self, way: Direction, tried: Sequence[Facts]) -> dict[str, list[Any]]:
+        """Return how the second machine is reached, by its interfaces: the one for training first."""
+        of, found = self._machines[way[1]], dict[str, list[Any]]()
+        for each in tried:
+            if each["state"] == "open":
+                interface = interface_of(each["address"], of["interfaces"]) or {"name": each["address"]}
+                found.setdefault(interface["name"], [each["address"], *of["services"]])
         return found
 
     def _ask_paths(
-        self, ways: Sequence[Direction], reached: dict[Direction, list[Facts]], question: Facts
+        self, ways: Sequence[Direction], peers: dict[Direction, dict[str, list[Any]]], question: Facts
     ) -> dict[Direction, Any]:
-        """Ask the first machine of each direction, where it connects to the second. Return the answers by direction."""
-        asked: dict[int, Direction] = {}
-        questions: dict[int, Any] = {}
-        for way in ways:
-            if used := _open(reached[way]):
-                asked[first := self._machines[way[0]]["first"]] = way
-                others = [each["address"] for each in reached[way] if each["state"] == "open"]
-                peer = [used["address"], *self._machines[way[1]]["services"]]
-                questions[first] = question | {"peer": peer, "interface": used["interface"], "addresses": others}
+        """Ask the first machine of each direction in which it can connect. Return the answers by direction."""
+        asked = {self._machines[way[0]]["first"]: way for way in ways if peers[way]}
+        questions = {first: question | {"peers": list(peers[way].values())} for first, way in asked.items()}
         return {asked[first]: told for first, told in self._leader.ask(questions, _LONG_SECONDS).items()}
-
-
-def _open(tried: Sequence[Facts]) -> Facts | None:
-    return next((each for each in tried if each["state"] == "open"), None)
 
 
 def tournament(count: int) -> list[list[Direction]]:

@@ -103,7 +103,7 @@ def _connected(host: str, port: int) -> Channel:
     error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
         try:
-            return Channel.to(address, port, segment=SHORT_BYTES)
+            return Channel.to(address, port, SHORT_BYTES)
         except OSError as found:
             error = found
     raise error

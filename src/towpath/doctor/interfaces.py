@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import json
 import os
 import socket
 import struct
-import subprocess
 import threading
 from array import array
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from typing import Any
 
 Interface = dict[str, Any]
 
-_GET_ADDRESSES, _GET_FLAGS, _GET_MASK, _GET_MTU = 0x8912, 0x8913, 0x891B, 0x8921
+_GET_ADDRESSES, _GET_FLAGS, _GET_MTU = 0x8912, 0x8913, 0x8921
 _UP, _LOOPBACK = 0x1, 0x8
 _REQUEST_BYTES, _MOST_ADDRESSES = 40, 512
 # Adapters of virtual machines: their speed is a constant, and says nothing of a cable. Bridges and tunnels have none.
@@ -53,44 +51,35 @@ def _cable(folder: Path) -> Interface:
     return {"megabits": max(0, megabits) or None, "duplex": duplex, "wireless": (folder / "phy80211").exists()}
 
 
-def _asked(control: socket.socket, what: int, name: str, rest: bytes = b"") -> bytes:
-    request = name.encode().ljust(16, b"\0") + rest.ljust(_REQUEST_BYTES - 16, b"\0")
+def _asked(control: socket.socket, what: int, name: str) -> bytes:
     try:
-        return fcntl.ioctl(control, what, request)
-    except OSError:
+        return fcntl.ioctl(control, what, name.encode().ljust(_REQUEST_BYTES, b"\0"))
+    except OSError:  # it has gone since
         return bytes(_REQUEST_BYTES)
 
 
 def _addresses(control: socket.socket) -> dict[str, list[str]]:
-    """Return the addresses of each interface with the length of their networks, such as 10.0.0.1/24."""
+    """Return the addresses of each interface, those of IPv4 first."""
     found: dict[str, list[str]] = {}
     buffer = array("B", bytes(_REQUEST_BYTES * _MOST_ADDRESSES))
     request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
     used = struct.unpack("iP", fcntl.ioctl(control, _GET_ADDRESSES, request))[0]
-    for at in range(0, used, _REQUEST_BYTES):
-        entry = buffer.tobytes()[at : at + _REQUEST_BYTES]
-        label = entry[:16].split(b"\0")[0].decode()
-        mask = _asked(control, _GET_MASK, label, entry[16:])
-        length = int.from_bytes(mask[20:24], "big").bit_count()
-        found.setdefault(label.partition(":")[0], []).append(f"{socket.inet_ntoa(entry[20:24])}/{length}")
+    for label, address in struct.iter_unpack("16s4x4s16x", buffer.tobytes()[:used]):
+        name = label.split(b"\0")[0].decode().partition(":")[0]
+        found.setdefault(name, []).append(socket.inet_ntoa(address))
     with suppress(OSError):
         for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
-            text, _, length, _, _, name = line.split()
-            found.setdefault(name, []).append(f"{ipaddress.IPv6Address(int(text, 16))}/{int(length, 16)}")
+            text, *_, name = line.split()
+            found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(text, 16))))
     return found
 
 
 # What is asked about them ---------------------------------------------------------------------------------------------
 
 
-def plain(address: str) -> str:
-    """Return an address without the length of its network."""
-    return address.partition("/")[0]
-
-
 def is_usable(address: str) -> bool:
     """Return whether another machine could use this address: it is neither a loopback nor only of one link."""
-    parsed = ipaddress.ip_address(plain(address))
+    parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
@@ -101,13 +90,7 @@ def is_loopback(address: str | None = None) -> bool:
 
 def interface_of(address: str, found: Sequence[Interface]) -> Interface | None:
     """Return the interface that has this address."""
-    return next((each for each in found if plain(address) in map(plain, each["addresses"])), None)
-
-
-def is_near(address: str, interface: Interface) -> bool:
-    """Return whether an address is in a network of the interface, so that no router is between them."""
-    networks = (ipaddress.ip_interface(each).network for each in interface["addresses"])
-    return any(ipaddress.ip_address(address) in network for network in networks)
+    return next((each for each in found if address in each["addresses"]), None)
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -120,15 +103,6 @@ def source_towards(address: str) -> str | None:
     with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]
-    return None
-
-
-def route_towards(address: str) -> str | None:
-    """Return the interface over which the kernel sends to an address, if `ip` tells."""
-    with suppress(OSError, ValueError, IndexError, KeyError, subprocess.TimeoutExpired):
-        command = ["ip", "-j", "route", "get", address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
-        return json.loads(done.stdout)[0]["dev"]
     return None
 
 
@@ -155,7 +129,7 @@ def gloo_choice(found: Sequence[Interface]) -> dict[str, Any]:
     variable, name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if len(variable) > 1:
         named = next((each for each in found if each["name"] == variable), None)
-        address = plain(named["addresses"][0]) if named else None
+        address = named["addresses"][0] if named else None
         return {"interface": variable, "address": address, "why": f"GLOO_SOCKET_IFNAME={variable}"}
     addresses = resolved(name)
     for address in addresses:
@@ -178,7 +152,7 @@ def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
     chosen = next((name for rule in rules for name in names if _matches(name, rule)), None)
     named = next((each for each in found if each["name"] == chosen), None)
     why = f"NCCL_SOCKET_IFNAME={variable}" if variable else "NCCL's order of names"
-    return {"interface": chosen or variable, "address": plain(named["addresses"][0]) if named else None, "why": why}
+    return {"interface": chosen or variable, "address": named["addresses"][0] if named else None, "why": why}
 
 
 def _matches(name: str, rule: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from towpath.doctor.findings import Finding, Severity, finding
-from towpath.doctor.interfaces import is_loopback, is_usable, plain
+from towpath.doctor.interfaces import is_loopback, is_usable
 
 Direction = tuple[int, int]
 
@@ -95,7 +95,7 @@ class _Case:
         tried += [(1, each) for each in self.reach.get((other, machine), [])]
         from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
         for each in self.machines[machine]["interfaces"]:
-            own = list(map(plain, each["addresses"])) if from_there else [each["name"]]
+            own = each["addresses"] if from_there else [each["name"]]
             if used["address" if from_there else "interface"] in own:
                 return each
         return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False}
@@ -281,7 +281,7 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
     owners: dict[str, list[tuple[int, str]]] = {}
     for machine, told in enumerate(case.machines):
         for each in told["interfaces"]:
-            for address in filter(is_usable, map(plain, each["addresses"])):
+            for address in filter(is_usable, each["addresses"]):
                 owners.setdefault(address, []).append((machine, each["name"]))
     for address, shared in owners.items():
         machines = sorted({machine for machine, _ in shared})
@@ -345,41 +345,30 @@ def _losses(case: _Case) -> Iterator[Finding]:
 
 
 def _interfaces(case: _Case) -> Iterator[Finding]:
-    """Find machines that have a faster interface than the one that training uses."""
-    # By cause, the interface in use and the faster one: the machines, and an example of a direction with its rates.
-    better: dict[tuple[str, str, str], dict[int, tuple[Direction, float, float]]] = {}
-    found: set[Direction] = set()
+    """Find machines that are reached faster over another interface than the one that training uses."""
+    # By the interface in use and the faster one: the directions, with both rates.
+    better: dict[tuple[str, str], list[tuple[Direction, float, float]]] = {}
     for pair in case.facts["pairs"]:
         a, b = pair["machines"]
         for way in ((a, b), (b, a)):
             tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
             used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
-            if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
-                continue
-            found |= {way, turned(way)}
-            # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
-            key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
-            if best["address"] != used["address"]:
-                key, machine, told = "interface", way[1], case.machines[way[1]]
-                at = (each["name"] for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
-                now, new = told["training"]["interface"], next(at)
-            better.setdefault((key, now, new), {})[machine] = way, used["rate"], best["rate"]
-    case.explained |= found
-    for (key, now, new), machines in better.items():
-        slow, fast = min((rates[1:] for rates in machines.values()), key=lambda rates: rates[0])
+            if tried and used["rate"] <= case.limit(way) and best["rate"] > _FASTER_WAY * used["rate"]:
+                key = used["interface"], best["interface"]
+                better.setdefault(key, []).append((way, used["rate"], best["rate"]))
+    for (now, name), found in better.items():
+        case.explained |= {at for way, *_ in found for at in (way, turned(way))}
+        machines = sorted({receiver for (_, receiver), *_ in found})
+        names, (_, slow, fast) = [case.names[at] for at in machines], min(found, key=lambda each: each[1])
         evidence = [
-            f"{case.text(way)}: {per_second(before)} over {now}, {per_second(after)} over {new}"
-            for way, before, after in machines.values()
+            *(f"{case.text(way)}: {per_second(old)} to {now}, {per_second(new)} to {name}" for way, old, new in found),
+            *(f"{now} is chosen by {case.machines[at]['training']['why']}" for at in machines),
         ]
-        reasons = (case.machines[machine]["training"]["why"] for machine in machines)
-        evidence += [f"{now} is chosen by {why}" for why in reasons if key == "interface"]
-        names, where = [case.names[machine] for machine in machines], " and ".join(case.names[at] for at in machines)
-        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in machines.values()}))
-        target = case.machines[next(iter(machines.values()))[0][1]]["address"]
-        words = {"now": now, "name": new, "times": fast / max(slow, 1.0), "target": target}
-        words["exports"] = "\n".join(case.exports(machine, new) for machine in machines)
+        exports = "\n".join(case.exports(at, name) for at in machines)
+        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in found}))
         facts = {"pairs": pairs, "rate": slow, "repaired": fast}
-        yield finding(key, names, f"{where} {now}", evidence, facts=facts, **words)
+        words = {"now": now, "name": name, "times": fast / max(slow, 1.0), "exports": exports}
+        yield finding("interface", names, f"{' and '.join(names)} {now}", evidence, facts=facts, **words)
 
 
 def _cables(case: _Case) -> Iterator[Finding]:

@@ -11,15 +11,15 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from towpath.doctor.channels import SHORT_BYTES, Channel, state_of
-from towpath.doctor.interfaces import Interface, family_of, interface_of, interfaces, is_near, route_towards
+from towpath.doctor.interfaces import Interface, family_of, interface_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
 
-_ECHOES, _ECHO_SECONDS, _WAY_SECONDS = 200, 0.3, 0.4
+_ECHOES, _ECHO_SECONDS = 200, 0.3
 _DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
 # How long answers are awaited: after a burst before the next one is sent, and after the last one.
 _PAUSE_SECONDS, _SILENT_SECONDS = 0.03, 0.5
@@ -37,17 +37,15 @@ class Peer:
         address: The address.
         port: The port of its services.
         token: What its services expect, since others may have the same address.
-        interface: The interface over which packets leave this machine. By default, the kernel's route decides.
     """
 
     address: str
     port: int
     token: str
-    interface: str | None = None
 
     def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Channel:
         """Return a connection to one of its services."""
-        link = Channel.to(self.address, self.port, segment=segment, interface=self.interface)
+        link = Channel.to(self.address, self.port, segment)
         try:
             link.send({"token": self.token, "do": what, **more})
             link.receive()
@@ -61,41 +59,18 @@ def reach(peers: Sequence[Peer], own: Sequence[Interface]) -> list[dict[str, Any
     """Try to connect to all of them at the same time. Return how each attempt ended, and over which interface."""
 
     def attempt(peer: Peer) -> dict[str, Any]:
-        found: dict[str, Any] = {"address": peer.address, "interface": peer.interface, "state": "open"}
+        found: dict[str, Any] = {"address": peer.address, "interface": None, "state": "open"}
         if interface_of(peer.address, own) is not None:
             return found | {"state": "own"}  # it never leaves this machine
         try:
             with peer.ask("reach") as link:
                 of = interface_of(link.here, own)
-                return found | {"interface": route_towards(peer.address) or (of["name"] if of else None)}
+                return found | {"interface": of["name"] if of else None}
         except OSError as error:
             return found | {"state": state_of(error)}
 
     with ThreadPoolExecutor(max(1, len(peers))) as pool:
         return list(pool.map(attempt, peers))
-
-
-def other_ways(peer: Peer, interface: str | None, addresses: Sequence[str]) -> list[dict[str, Any]]:
-    """Measure what leaves over other interfaces of this machine than that for training, if there are any.
-
-    Args:
-        peer: The other machine, at the address for training.
-        interface: The interface over which it is reached there.
-        addresses: All addresses at which it is reached.
-
-    Returns:
-        Rates, by interface and address: first that of the interface for training.
-    """
-    own = [each for each in interfaces() if not each["loopback"]]
-    used = interface, peer.address
-    others = [(each["name"], address) for each in own for address in addresses if is_near(address, each)]
-    ways = [used, *(way for way in others if way != used)]
-    peers = [peer, *(replace(peer, address=address, interface=name) for name, address in ways[1:])]
-    return [
-        {"interface": name, "address": address, "rate": rates(each, ("out",), _WAY_SECONDS)["out"]}
-        for (name, address), each in zip(ways, peers, strict=True)
-        if len(ways) > 1
-    ]
 
 
 def measure(peer: Peer, seconds: float) -> dict[str, Any]:
