@@ -159,24 +159,25 @@ def test_a_follower_that_ends_is_lost_and_the_others_answer() -> None:
 def test_strangers_are_not_let_in() -> None:
     port = closed_port()
     leader = Leader(place(0, 2, port), lambda question: None, {})
+    gathering = threading.Thread(target=leader.gather, args=(10, lambda text: None))
+    gathering.start()
     with socket.create_connection((LOCAL, port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert stranger.recv(1) == b""
     (refused,) = _Followers(place(1, 2, port, key="towpath/doctor/another list")).join()
     assert isinstance(refused, ConfigError) and "another list" in str(refused)
-    leader.gather(0, lambda text: None)
     assert not leader.links
-
-
-def test_the_leader_connects_if_the_others_cannot() -> None:
-    hosts, listens = (LOCAL, LOCAL), closed_port()
-    leader = Leader(place(0, 2, closed_port(), hosts=hosts), lambda question: None, {})
-    leader.place = replace(leader.place, port=listens)
-    followers = _Followers(place(1, 2, listens, hosts=hosts))  # it looks for the leader where it listens itself
-    leader.gather(10, lambda text: None)
+    followers = _Followers(place(1, 2, port))
+    gathering.join()
     assert list(leader.links) == [1]
     leader.dismiss("found", 0)
     assert followers.join() == [("found", 0)]
+
+
+def test_a_host_that_does_not_come_is_asked_why() -> None:
+    leader = Leader(place(0, 2, closed_port(), hosts=(LOCAL, LOCAL)), lambda question: None, {})
+    leader.gather(0, lambda text: None)
+    assert leader.states == {1: "refused"}
 
 
 def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:
