@@ -8,7 +8,7 @@ slow, but not because of its cable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,11 @@ def turned(way: Direction) -> Direction:
     return way[1], way[0]
 
 
+def pairs_of(ways: Iterable[Direction]) -> tuple[Direction, ...]:
+    """Return the pairs of machines between which these directions are."""
+    return tuple(sorted({(min(way), max(way)) for way in ways}))
+
+
 def per_second(rate: float) -> str:
     """Return a rate in bytes per second as text in bits."""
     return f"{rate * 8 / 1e9:.3g} Gbit/s" if rate >= 1.25e8 else f"{rate * 8 / 1e6:.3g} Mbit/s"
@@ -60,15 +65,7 @@ class _Blame:
 
     @property
     def both_ways(self) -> bool:
-        return any((b, a) in self.ways for a, b in self.ways)
-
-    @property
-    def first(self) -> Direction:
-        return min(self.ways)
-
-    @property
-    def pairs(self) -> tuple[Direction, ...]:
-        return tuple(sorted({(min(way), max(way)) for way in self.ways}))
+        return any(turned(way) in self.ways for way in self.ways)
 
 
 class _Case:
@@ -85,18 +82,15 @@ class _Case:
             self.reach[a, b], self.reach[b, a] = pair["reach"]
             self.ways |= {way: told for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])) if told}
         self.explained: set[Direction] = set()  # directions that a finding has explained
-        self.expected = self._expected()
 
     # What is known of a direction -------------------------------------------------------------------------------------
 
     def interface(self, machine: int, other: int) -> dict[str, Any]:
         """Return the interface over which a machine reaches another one, or is reached by it."""
-        tried = [(0, each) for each in self.reach.get((machine, other), [])]
-        tried += [(1, each) for each in self.reach.get((other, machine), [])]
-        from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
+        names = [each["interface"] for each in self.reach.get((machine, other), []) if each["state"] == "open"]
+        addresses = [each["address"] for each in self.reach.get((other, machine), []) if each["state"] == "open"]
         for each in self.machines[machine]["interfaces"]:
-            own = each["addresses"] if from_there else [each["name"]]
-            if used["address" if from_there else "interface"] in own:
+            if each["name"] in names[:1] or (not names and {*addresses[:1]} & {*each["addresses"]}):
                 return each
         return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False}
 
@@ -104,46 +98,23 @@ class _Case:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
         return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, turned(way)))
 
-    def place(self, blame: _Blame) -> str:
-        """Return the words for where directions are bad."""
-        machine, *others = blame.machines
-        if others:
-            return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
-        side = "" if blame.both_ways else "sending " if blame.first[0] == machine else "receiving "
-        cable = f"cable of {self.names[machine]} ({self.device(blame)})"
-        return f"the {side}side of the {cable}" if side else f"the {cable}"
-
-    def device(self, blame: _Blame) -> str:
-        """Return the interface of the first of those to blame."""
-        machine = blame.machines[0]
-        return self.interface(machine, next(end for end in blame.first if end != machine))["name"]
-
-    def carried(self, blame: _Blame) -> float:
-        """Return the bytes per second of the slowest direction, while both are in use."""
-        return min(self.ways[way]["together"] or self.ways[way]["alone"] for way in blame.ways)
-
     def limit(self, way: Direction) -> float:
         """Return the bytes per second up to which a direction is tested."""
         return OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
 
-    def _expected(self) -> dict[Direction, float]:
-        """Return the bytes per second that each direction should carry, compared with whatever there is."""
-        count = len(self.machines)
-        alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
-        ends = [[rate for way, rate in alone.items() if way[end] == at] for at in range(count) for end in (0, 1)]
-        best = sorted(max(rates, default=0.0) for rates in ends)
-        found: dict[Direction, float] = {}
-        for way in self.ways:
-            sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
-            speeds = [of["megabits"] for _, of in sides]
-            shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
-            usual = best[len(best) // 2]
-            if all(speeds):
-                usual = _PAYLOAD * min(speeds) * 1e6 / 8
-            elif count == 2 and all(shapers):
-                usual = max(usual, _PAYLOAD * max(shapers))
-            found[way] = min(usual, self.limit(way))
-        return found
+    def expected(self, way: Direction) -> float:
+        """Return the bytes per second that a direction should carry: what adapters say, or else what is usual here."""
+        sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
+        speeds = [of["megabits"] for _, of in sides]
+        shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
+        alone = [(each, told["alone"]) for each, told in self.ways.items()]
+        ends = [[rate for each, rate in alone if each[end] == at] for at in range(len(self.machines)) for end in (0, 1)]
+        usual = sorted(max(rates, default=0.0) for rates in ends)[len(ends) // 2]
+        if all(speeds):
+            usual = _PAYLOAD * min(speeds) * 1e6 / 8
+        elif len(self.machines) == 2 and all(shapers):
+            usual = max(usual, _PAYLOAD * max(shapers))
+        return min(usual, self.limit(way))
 
     # Who is behind it -------------------------------------------------------------------------------------------------
 
@@ -164,40 +135,47 @@ class _Case:
                 if mine[machine] and mine[machine] <= left:
                     found.append(_Blame((machine,), mine[machine]))
                     left -= mine[machine]
-        for pair in sorted({(min(way), max(way)) for way in left}):
+        for pair in pairs_of(left):
             ways = frozenset(way for way in left if set(way) == set(pair))
             found.append(_Blame(pair if len(ways) > 1 else min(ways), ways))
         return found
 
-    def named(self, blame: _Blame) -> tuple[str, ...]:
-        """Return the names of those to blame. Of a pair, it is the one that says so itself."""
-        hinting = [at for at in blame.machines if len(blame.machines) == 2 and self.hints(at, sum(blame.machines) - at)]
-        machines = hinting if len(hinting) == 1 else blame.machines
-        return tuple(self.names[machine] for machine in machines)
-
     def hints(self, machine: int, other: int) -> list[str]:
         """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
-        own, usual = self.machines[machine]["shapers"].get(mine["name"], 0.0), self.expected.get((machine, other), 0.0)
+        own = self.machines[machine]["shapers"].get(mine["name"], 0.0)
+        limited = (machine, other) in self.ways and 0 < own < _SLOW * self.expected((machine, other))
         found = {
-            f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
-            and mine["megabits"],
+            f"runs at {mine['megabits']} Mbit/s": 0 < (mine["megabits"] or 0) < (theirs["megabits"] or 0),
             "is at half duplex": mine["duplex"] == "half",
-            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": 0 < own < _SLOW * usual,
+            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": limited,
             "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
         }
         return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]
 
-    def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
-        """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
+    def on_cable(self, key: str, blame: _Blame, repaired: float | None, **words: Any) -> Finding:
+        """Return a finding about directions, which it explains. Of a pair, the machine is named that says so itself."""
         self.explained |= {way for at in blame.ways for way in (at, turned(at))}
-        hints = dict.fromkeys(
-            hint for way in sorted(blame.ways) for end in (way, turned(way)) for hint in self.hints(*end)
-        )
-        rate, repaired = self.carried(blame), more.pop("repaired", None)
-        words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
-        facts = {"pairs": blame.pairs, "rate": rate, "repaired": repaired}
-        return finding(key, self.named(blame), self.place(blame), [*evidence, *hints], facts=facts, **words)
+        ways, first = sorted(blame.ways), min(blame.ways)
+        carried = [self.ways[way]["together"] or self.ways[way]["alone"] for way in ways]
+        evidence = [
+            f"{self.text(way)}: {per_second(self.ways[way]['alone'])}, with the other direction "
+            f"{per_second(self.ways[way]['together'])}, expected {per_second(self.expected(way))}"
+            for way in ways
+        ]
+        hints = dict.fromkeys(hint for way in ways for end in (way, turned(way)) for hint in self.hints(*end))
+        machine, *others = blame.machines
+        device = self.interface(machine, next(end for end in first if end != machine))["name"]
+        hinting = [at for at in blame.machines if others and self.hints(at, sum(first) - at)]
+        if others:
+            where = self.text(first).replace("→", "↔" if blame.both_ways else "→")
+        else:
+            side = "" if blame.both_ways else "sending " if first[0] == machine else "receiving "
+            where = f"the {side}{'side of the ' if side else ''}cable of {self.names[machine]} ({device})"
+        words |= {"device": device, "target": self.machines[first[1]]["address"]}
+        facts = {"pairs": pairs_of(ways), "rate": min(carried), "repaired": repaired}
+        names = [self.names[at] for at in (hinting if len(hinting) == 1 else blame.machines)]
+        return finding(key, names, where, [*evidence, *hints], facts=facts, **words)
 
     def exports(self, machine: int, name: str | None = None) -> str:
         """Return the line that names the interface of a machine: `name`, or that with which it is reached."""
@@ -232,19 +210,17 @@ def _names(case: _Case) -> Iterator[Finding]:
             evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
             names = ", ".join(told["names"]) or "no address"
             yield finding(key, [name], f"/etc/hosts of {name}", evidence, names=names, **words)
-        for library in ("gloo", "nccl") if told["on_gpus"] else ("gloo",):
-            if told[library]["address"] is None:
-                there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
-                yield finding("variable", [name], f"{told[library]['why']} on {name}", [there], **words)
+        if told["training"]["address"] is None:
+            there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
+            yield finding("variable", [name], f"{told['training']['why']} on {name}", [there], **words)
 
 
 def _unreachable(case: _Case) -> Iterator[Finding]:
     """Find directions in which no connection is made at all, and addresses for training that others do not reach."""
     dead = {way for way, tried in case.reach.items() if tried and all(each["state"] != "open" for each in tried)}
     for blame in case.blame(dead, case.reach):
-        way, both = blame.first, blame.both_ways and len(blame.machines) > 1
-        states = Counter(each["state"] for each in case.reach[way] if each["state"] != "own")
-        state = states.most_common(1)[0][0] if states else "own"
+        way, both = min(blame.ways), blame.both_ways and len(blame.machines) > 1
+        state = _usual([each["state"] for each in case.reach[way] if each["state"] != "own"]) or "own"
         here = state in ("forbidden here", "no route")
         guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
         sender, receiver = (case.names[end] for end in way)
@@ -253,7 +229,7 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
             [case.names[machine] for machine in guilty],
             ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways)),
             [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]],
-            facts={"pairs": blame.pairs},
+            facts={"pairs": pairs_of(blame.ways)},
             sender=sender,
             receiver=receiver,
             state=state,
@@ -271,7 +247,7 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
                 f"{name} chooses it by {used['why']}",
                 *(f"{case.names[a]}: {s}" for (a, _), s in failed.items()),
             ]
-            where, facts = f"{name} {used['interface']}", {"pairs": tuple((min(way), max(way)) for way in failed)}
+            where, facts = f"{name} {used['interface']}", {"pairs": pairs_of(failed)}
             words = {"address": used["address"], "exports": case.exports(machine)}
             yield finding("interface, unreachable", [name], where, evidence, facts=facts, **words)
 
@@ -287,8 +263,7 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
         machines = sorted({machine for machine, _ in shared})
         told = [case.machines[machine] for machine in machines]
         users = [each for each in told if each["training"]["address"] == address]
-        variables = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if told[0]["on_gpus"] else [])]
-        named = all(each["environment"].get(variable) for each in told for variable in variables)
+        named = all("SOCKET_IFNAME" in each["training"]["why"] for each in told)
         if len(machines) > 1 and (users or not named):
             yield finding(
                 "shared address" if users else "shared address, unused",
@@ -309,9 +284,9 @@ def _packets(case: _Case) -> Iterator[Finding]:
     holes = [way for way in stalling if (case.ways[way]["packet"] or 0) < case.ways[way]["mtu"]]
     for blame in case.blame(holes):
         sizes = [case.ways[way]["packet"] for way in blame.ways if case.ways[way]["packet"]]
-        evidence = (f"{case.text(way)}: largest packet {case.ways[way]['packet']} bytes" for way in sorted(blame.ways))
-        words = {"passes": min(sizes, default=1280), "mtu": case.ways[blame.first]["mtu"]}
-        yield case.on_cable("mtu", blame, evidence, repaired=case.carried(blame) or None, **words)
+        mtu = case.ways[min(blame.ways)]["mtu"]
+        rate = min(case.ways[way]["alone"] for way in blame.ways) or None
+        yield case.on_cable("mtu", blame, rate, passes=min(sizes, default=1280), mtu=mtu)
     used = {at: case.interface(at, to) for at, to in case.ways}
     usual = _usual([of["mtu"] for of in used.values()])
     odd = [machine for machine, of in used.items() if of["mtu"] != usual and not holes]
@@ -335,13 +310,7 @@ def _losses(case: _Case) -> Iterator[Finding]:
     ]
     healthy = [case.ways[way]["together"] for way in case.ways if way not in bad]
     for blame in case.blame(bad):
-        evidence = (
-            f"{case.text(way)}: {shares[way]:.2%} of {case.ways[way]['datagrams']} small datagrams; TCP carries "
-            f"{per_second(case.ways[way]['alone'])}"
-            for way in sorted(blame.ways)
-        )
-        share = max(shares[way] for way in blame.ways)
-        yield case.on_cable("loss", blame, evidence, repaired=max(healthy, default=None), share=share)
+        yield case.on_cable("loss", blame, max(healthy, default=None), share=max(shares[way] for way in blame.ways))
 
 
 def _interfaces(case: _Case) -> Iterator[Finding]:
@@ -365,8 +334,7 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
             *(f"{now} is chosen by {case.machines[at]['training']['why']}" for at in machines),
         ]
         exports = "\n".join(case.exports(at, name) for at in machines)
-        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in found}))
-        facts = {"pairs": pairs, "rate": slow, "repaired": fast}
+        facts = {"pairs": pairs_of(way for way, *_ in found), "rate": slow, "repaired": fast}
         words = {"now": now, "name": name, "times": fast / max(slow, 1.0), "exports": exports}
         yield finding("interface", names, f"{' and '.join(names)} {now}", evidence, facts=facts, **words)
 
@@ -374,18 +342,12 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
 def _cables(case: _Case) -> Iterator[Finding]:
     """Find cables, directions and pairs that carry less than they should."""
     alone = {way: told["alone"] for way, told in case.ways.items() if way not in case.explained}
-    expected = case.expected
-    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * expected[way]]):
+    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * case.expected(way)]):
         key = "slow cable" if blame.both_ways else "asymmetric rate"
         if len(case.machines) > 2 and len(blame.machines) > 1:
             key = "slow pair"
-        usual = min(expected[way] for way in blame.ways)
-        evidence = (
-            f"{case.text(way)}: {per_second(alone[way])}, expected {per_second(expected[way])}"
-            for way in sorted(blame.ways)
-        )
-        words = {"slow": per_second(min(alone[way] for way in blame.ways)), "usual": per_second(usual)}
-        yield case.on_cable(key, blame, evidence, repaired=usual, **words)
+        usual, slow = min(map(case.expected, blame.ways)), min(alone[way] for way in blame.ways)
+        yield case.on_cable(key, blame, usual, slow=per_second(slow), usual=per_second(usual))
 
 
 def _duplex(case: _Case) -> Iterator[Finding]:
@@ -397,12 +359,7 @@ def _duplex(case: _Case) -> Iterator[Finding]:
         if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
             bad.add(way)
     for blame in case.blame(bad):
-        told = {way: case.ways[way] for way in sorted(blame.ways)}
-        evidence = (
-            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other one"
-            for way, each in told.items()
-        )
-        yield case.on_cable("half duplex", blame, evidence, repaired=min(each["alone"] for each in told.values()))
+        yield case.on_cable("half duplex", blame, min(case.ways[way]["alone"] for way in blame.ways))
 
 
 # Machines and ranks ---------------------------------------------------------------------------------------------------
