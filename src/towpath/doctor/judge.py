@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any
 
 from towpath.doctor.findings import Finding, Severity, finding
@@ -26,8 +27,7 @@ _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
 # Causes that a busy machine can feign.
 OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
-_SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-_OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
+_OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # which may differ between machines
 
 
 def judge(facts: Mapping[str, Any]) -> list[Finding]:
@@ -367,24 +367,26 @@ def _duplex(case: _Case) -> Iterator[Finding]:
 
 def _ranks(case: _Case) -> Iterator[Finding]:
     """Find ranks that compute or copy slower than the others."""
-    ranks = [(m, rank["rank"], rank.get("devices") or []) for m in case.machines for rank in m["ranks"]]
-    every = [device for *_, devices in ranks for device in devices]
-    usual = {key: sorted(each[key] for each in every)[len(every) // 2] for key in ("flops", "copied") if every}
-    slow: dict[str, list[tuple[int, Any]]] = {}
-    for machine, rank, devices in ranks:
-        name = machine["name"]
-        for each in devices:
-            if each["flops"] < _SLOW_RANK * usual["flops"] or each["copied"] < _SLOW_COPIES * usual["copied"]:
-                slow.setdefault(name, []).append((rank, each))
+    every = [
+        (machine, rank["rank"], device)
+        for machine in case.machines
+        for rank in machine["ranks"]
+        for device in rank["devices"]
+    ]
+    usual = {key: median_high(device[key] for *_, device in every) for key in ("flops", "copied") if every}
+    slow: dict[str, list[tuple[Any, int, Any]]] = {}
+    for machine, rank, device in every:
+        if device["flops"] < _SLOW_RANK * usual["flops"] or device["copied"] < _SLOW_COPIES * usual["copied"]:
+            slow.setdefault(machine["name"], []).append((machine, rank, device))
     for name, found in slow.items():
-        told = case.machines[case.names.index(name)]
-        worst = min((each for _, each in found), key=lambda each: each["flops"])
+        machine, _, worst = min(found, key=lambda each: each[2]["flops"])
         evidence = [
             *(f"{key}: {worst[key] / 1e9:.4g} · 10⁹ a second, others {usual[key] / 1e9:.4g}" for key in usual),
-            f"{worst['device']}, {worst['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
+            f"{worst['device']}, {worst['threads']} threads, load {machine['load']:.1f}",
         ]
-        where, share = f"rank {', '.join(str(rank) for rank, _ in found)} on {name}", worst["flops"] / usual["flops"]
-        yield finding("slow rank", [name], where, evidence, facts={"flops": worst["flops"]}, share=share)
+        where = f"rank {', '.join(str(rank) for _, rank, _ in found)} on {name}"
+        facts, share = {"flops": worst["flops"]}, worst["flops"] / usual["flops"]
+        yield finding("slow rank", [name], where, evidence, facts=facts, share=share)
 
 
 def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
@@ -405,8 +407,7 @@ def _versions(case: _Case) -> Iterator[Finding]:
 
 def _variables(case: _Case) -> Iterator[Finding]:
     for name, odd, lines, _ in _differing(case, [machine["environment"] for machine in case.machines]):
-        of_machine = any(word in name for word in _OWN_VARIABLES) and not any("not there" in line for line in lines)
-        if name.startswith(_SHARED_VARIABLES) and not of_machine:
+        if not any(word in name for word in _OWN_VARIABLES):
             yield finding("environment", odd, f"{name} on {', '.join(odd)}", lines, name=name)
 
 

@@ -19,7 +19,7 @@ from towpath.version import __version__
 
 _PACKAGES = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|UCX|OMP|MKL|CUDA)_\w+")
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -35,8 +35,7 @@ def machine_facts() -> dict[str, Any]:
         "on_gpus": on_gpus,
         "names": resolved(socket.gethostname()),
         "versions": _versions(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)},
-        "cores": len(os.sched_getaffinity(0)),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "load": os.getloadavg()[0],
         "shapers": _shapers(),
         "notes": [*_adapters(found)],
