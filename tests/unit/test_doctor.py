@@ -77,7 +77,7 @@ def _interface(name: str, address: str, **more: Any) -> Facts:
 
 
 def _pair(a: int, b: int) -> Facts:
-    way = {"stalls": False, "packet": 1500, "mtu": 1500, "loss": 0.0, "datagrams": 2000, "again": 0.0}
+    way = {"stalls": False, "packet": 1500, "mtu": 1500, "loss": 0.0, "datagrams": 2000}
     way |= {"alone": RATE, "together": 0.98 * RATE}
     reach = [[{"address": f"10.77.0.{to + 1}", "interface": "eth0", "state": "open"}] for to in (b, a)]
     return {"machines": [a, b], "out": dict(way), "back": dict(way), "reach": reach, "ways": [], "latency": 2e-4}

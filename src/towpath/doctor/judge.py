@@ -280,8 +280,7 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
 
 def _packets(case: _Case) -> Iterator[Finding]:
     """Find paths that lose large packets without a word, and MTUs that differ."""
-    stalling = [way for way, told in case.ways.items() if told.get("stalls")]
-    holes = [way for way in stalling if (case.ways[way]["packet"] or 0) < case.ways[way]["mtu"]]
+    holes = [way for way, told in case.ways.items() if told["stalls"]]
     for blame in case.blame(holes):
         sizes = [case.ways[way]["packet"] for way in blame.ways if case.ways[way]["packet"]]
         mtu = case.ways[min(blame.ways)]["mtu"]

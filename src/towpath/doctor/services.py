@@ -13,13 +13,11 @@ from statistics import fmean, median
 from towpath.doctor.channels import Channel, listen
 
 CHUNK_BYTES = 1 << 20
-# A datagram: the token, the test, its number, how many of the test have arrived, and the bytes of the wanted answer.
-DATAGRAM = struct.Struct("!16sIIIH")
+# A datagram: the token, the test, its number, and how many of the test have arrived.
+DATAGRAM = struct.Struct("!16sIII")
 TICK_SECONDS = 0.1
 
 _MOST_DATAGRAM_BYTES = 1 << 16
-# IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: datagrams are never cut into fragments, whatever MTU the kernel assumes.
-_NEVER_CUT, _PROBE = ((socket.IPPROTO_IP, 10), (socket.IPPROTO_IPV6, 23)), 3
 _BUFFER_BYTES = 4 << 20
 _PIECES = 10  # of the time in which a rate is measured
 
@@ -61,24 +59,21 @@ class Services:
                     pass
 
     def _reflect(self) -> None:
-        """Answer each datagram with one of the wanted size, and how many of its test have arrived."""
+        """Answer each datagram with how many of its test have arrived."""
         seen: dict[int, int] = {}
         while True:
             data, sender = self._datagrams.recvfrom(_MOST_DATAGRAM_BYTES)
             if len(data) >= DATAGRAM.size and data[:16] == self.token.encode():
-                _, test, number, _, wanted = DATAGRAM.unpack_from(data)
+                _, test, number, _ = DATAGRAM.unpack_from(data)
                 seen[test] = seen.get(test, 0) + 1
-                answer = DATAGRAM.pack(data[:16], test, number, seen[test], 0).ljust(wanted, b"\0")
-                with contextlib.suppress(OSError):  # larger than the MTU of this machine
+                answer = DATAGRAM.pack(data[:16], test, number, seen[test]).ljust(len(data), b"\0")
+                with contextlib.suppress(OSError):  # there is no route back
                     self._datagrams.sendto(answer, sender)
 
 
 def datagram_socket(family: int) -> socket.socket:
-    """Return a socket whose datagrams are never cut into fragments."""
+    """Return a socket for datagrams, of IPv4 too if it is of IPv6."""
     made = socket.socket(family, socket.SOCK_DGRAM)
-    for option in _NEVER_CUT:
-        with contextlib.suppress(OSError):  # of the other family
-            made.setsockopt(*option, _PROBE)
     if family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
