@@ -21,7 +21,7 @@ from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable
-from towpath.doctor.judge import OF_RATES, Direction, judge, turned
+from towpath.doctor.judge import Direction, judge, turned
 from towpath.doctor.machine import machine_facts
 from towpath.doctor.paths import Peer, measure, rates, reach
 from towpath.doctor.services import Services
@@ -32,8 +32,8 @@ _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
 _RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
-# What looks wrong is measured again so often, and rates most often, unless the examination has taken so long.
-_MOST_AGAIN, _BETTER, _CONFIRM_UNTIL_SECONDS = 3, 1.05, 36.0
+# What looks wrong is measured again so often, unless the examination has taken so long.
+_MOST_AGAIN, _CONFIRM_UNTIL_SECONDS = 3, 36.0
 _MOST_ADDRESSES = 12
 # Of two measurements, the smaller of these values counts, and the larger of all others.
 _SMALLER = ("loss", "stalls", "latency")
@@ -97,17 +97,12 @@ class Examination:
         self._ask_compute()
         numbers = range(len(self._machines))
         self._measure([(a, b) for a in numbers for b in numbers if a < b])
-        before: dict[str, float] = {}
-        for again in range(_MOST_AGAIN):
-            found = [each for each in judge(self.facts()) if not again or each.cause in OF_RATES]
+        for _ in range(_MOST_AGAIN):
+            found = judge(self.facts())
             suspects = sorted({pair for each in found for pair in each.pairs})
             slow_ranks = any(each.flops is not None for each in found)
             if not (suspects or slow_ranks) or time.monotonic() - self._began > _CONFIRM_UNTIL_SECONDS:
                 break
-            now = {each.where: each.rate or each.flops or 0.0 for each in found}
-            if again and all(rate <= _BETTER * before.get(where, 0.0) for where, rate in now.items()):
-                break  # it is as slow as before, so nothing has disturbed it
-            before = now
             if slow_ranks:
                 self._ask_compute()
             if suspects:

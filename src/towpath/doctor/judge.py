@@ -25,8 +25,6 @@ _HALF_DUPLEX = 0.65  # of what both directions carry alone, while both are in us
 OF_LOOPBACK = 0.4
 _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
-# Causes that a busy machine can feign.
-OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
 _OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # which may differ between machines
 
 
