@@ -254,10 +254,9 @@ def better(before: Any, now: Any, key: str = "") -> Any:
     """Return what counts of two measurements of the same: of each number the better one, and of all else the later."""
     if before is None or now is None:
         return before if now is None else now
-    if key == "reach":
-        pairs = (zip(*each, strict=False) for each in zip(before, now, strict=True))
-        return [[old if old["state"] == "open" else new for old, new in each] for each in pairs]
     if isinstance(now, dict):
+        if before.get("state") == "open":
+            return before
         return {**before, **{name: better(before.get(name), now[name], name) for name in now}}
     if isinstance(now, list):
         return [better(*each) for each in zip(before, now, strict=True)] if len(before) == len(now) else now or before

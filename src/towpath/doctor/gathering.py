@@ -161,25 +161,25 @@ class Leader:
 
         One that does not answer is lost, and is not asked again. One that fails is lost for this question.
         """
-        until, answers = time.monotonic() + seconds, dict[int, Any]()
-        with ThreadPoolExecutor(1) as own:
-            mine = own.submit(self._perform, questions[0]) if 0 in questions else None
-            for receives in (False, True):
-                for number in [each for each in questions if each in self.links]:
-                    try:
-                        if receives:
-                            answers[number] = self.links[number].receive(until - time.monotonic())
-                        else:
-                            self.links[number].send(questions[number])
-                    except OSError:
-                        self.lost[number] = questions[number]["do"]
-                        self.links.pop(number).close()
-            if mine is not None:
-                answers[0] = mine.result()
-        self.lost |= {
-            at: f"{questions[at]['do']}: {told['failed']}" for at, told in answers.items() if "failed" in told
-        }
-        return {number: told["answer"] for number, told in answers.items() if "answer" in told}
+
+        def answer(number: int) -> Any:
+            if number == 0:
+                return self._perform(questions[0])
+            self.links[number].send(questions[number])
+            return self.links[number].receive(seconds)
+
+        answers: dict[int, Any] = {}
+        with ThreadPoolExecutor(max(1, len(questions))) as pool:
+            asked = {number: pool.submit(answer, number) for number in questions if number in (0, *self.links)}
+        for number, told in asked.items():
+            try:
+                answers[number] = told.result()["answer"]
+            except KeyError:
+                self.lost[number] = f"{questions[number]['do']}: {told.result()['failed']}"
+            except OSError:
+                self.lost[number] = questions[number]["do"]
+                self.links.pop(number).close()
+        return answers
 
     def dismiss(self, text: str, status: int) -> None:
         """Tell the others how it ended."""
