@@ -127,17 +127,15 @@ def gloo_choice(found: Sequence[Interface]) -> dict[str, Any]:
     Without GLOO_SOCKET_IFNAME, it is the first address of the host name that belongs to this machine, or the loopback.
     """
     variable, name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
-    if len(variable) > 1:
-        named = next((each for each in found if each["name"] == variable), None)
-        address = named["addresses"][0] if named else None
-        return {"interface": variable, "address": address, "why": f"GLOO_SOCKET_IFNAME={variable}"}
+    if variable:
+        return _choice(variable, found, f"GLOO_SOCKET_IFNAME={variable}")
     addresses = resolved(name)
-    for address in addresses:
-        of = interface_of(address, found)
-        if of or is_loopback(address):
-            return {"interface": of["name"] if of else "lo", "address": address, "why": f"the host name {name}"}
-    why = f"the host name {name}, which stands for {', '.join(addresses) or 'no address'}"
-    return {"interface": "lo", "address": "127.0.0.1", "why": why}
+    own = (each for each in addresses if is_loopback(each) or interface_of(each, found))
+    address, why = (
+        next(own, "127.0.0.1"),
+        f"the host name {name}, which stands for {', '.join(addresses) or 'no address'}",
+    )
+    return {"interface": (interface_of(address, found) or {"name": "lo"})["name"], "address": address, "why": why}
 
 
 def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
@@ -149,10 +147,13 @@ def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
     # The kernel lists addresses of IPv4 before those of IPv6.
     names = [each["name"] for each in sorted(found, key=lambda each: ":" in each["addresses"][0])]
     rules = [variable] if variable else ["ib", "^docker,lo", "docker", "lo"]
-    chosen = next((name for rule in rules for name in names if _matches(name, rule)), None)
-    named = next((each for each in found if each["name"] == chosen), None)
-    why = f"NCCL_SOCKET_IFNAME={variable}" if variable else "NCCL's order of names"
-    return {"interface": chosen or variable, "address": named["addresses"][0] if named else None, "why": why}
+    chosen = next((name for rule in rules for name in names if _matches(name, rule)), variable)
+    return _choice(chosen, found, f"NCCL_SOCKET_IFNAME={variable}" if variable else "NCCL's order of names")
+
+
+def _choice(name: str, found: Sequence[Interface], why: str) -> dict[str, Any]:
+    address = next((each["addresses"][0] for each in found if each["name"] == name), None)
+    return {"interface": name, "address": address, "why": why}
 
 
 def _matches(name: str, rule: str) -> bool:
