@@ -56,7 +56,6 @@ def _machine(number: int, ranks: int) -> Facts:
         "versions": {"towpath": "0.2.0", "torch": "2.11.0"},
         "environment": {},
         "load": 0.4,
-        "shapers": {},
         "notes": [],
         "clock": 0.001,
         "loopback": 5e9,
@@ -160,12 +159,6 @@ def _asymmetric(facts: Facts) -> None:
     slower(0.4, ways(facts, sender=1))
 
 
-def _asymmetric_shaped(facts: Facts) -> None:
-    slower(0.4, ways(facts, sender=1))
-    facts["machines"][1]["shapers"] = {"eth0": 0.4 * RATE}
-    facts["machines"][0]["shapers"] = {"eth0": RATE}
-
-
 def _half_duplex(facts: Facts) -> None:
     for way in [*ways(facts, sender=0), *ways(facts, receiver=0)]:
         way["together"] = RATE / 2
@@ -259,7 +252,6 @@ CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
     (2, _below_the_link, "slow cable", SLOWS, {"node0", "node1"}),
     (2, _gigabit_against_less, "slow cable", SLOWS, {"node1"}),
     (2, _asymmetric, "asymmetric rate", SLOWS, {"node0", "node1"}),
-    (2, _asymmetric_shaped, "asymmetric rate", SLOWS, {"node1"}),
     (3, _asymmetric, "asymmetric rate", SLOWS, {"node1"}),
     (2, _half_duplex, "half duplex", SLOWS, {"node0", "node1"}),
     (4, _half_duplex, "half duplex", SLOWS, {"node0"}),

@@ -102,17 +102,11 @@ class _Case:
 
     def expected(self, way: Direction) -> float:
         """Return the bytes per second that a direction should carry: what adapters say, or else what is usual here."""
-        sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
-        speeds = [of["megabits"] for _, of in sides]
-        shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
+        speeds = [self.interface(*end)["megabits"] for end in (way, turned(way))]
         alone = [(each, told["alone"]) for each, told in self.ways.items()]
         ends = [[rate for each, rate in alone if each[end] == at] for at in range(len(self.machines)) for end in (0, 1)]
-        usual = sorted(max(rates, default=0.0) for rates in ends)[len(ends) // 2]
-        if all(speeds):
-            usual = _PAYLOAD * min(speeds) * 1e6 / 8
-        elif len(self.machines) == 2 and all(shapers):
-            usual = max(usual, _PAYLOAD * max(shapers))
-        return min(usual, self.limit(way))
+        usual = median_high(max(rates, default=0.0) for rates in ends)
+        return min(_PAYLOAD * min(speeds) * 1e6 / 8 if all(speeds) else usual, self.limit(way))
 
     # Who is behind it -------------------------------------------------------------------------------------------------
 
@@ -141,12 +135,9 @@ class _Case:
     def hints(self, machine: int, other: int) -> list[str]:
         """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
-        own = self.machines[machine]["shapers"].get(mine["name"], 0.0)
-        limited = (machine, other) in self.ways and 0 < own < _SLOW * self.expected((machine, other))
         found = {
             f"runs at {mine['megabits']} Mbit/s": 0 < (mine["megabits"] or 0) < (theirs["megabits"] or 0),
             "is at half duplex": mine["duplex"] == "half",
-            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": limited,
             "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
         }
         return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]

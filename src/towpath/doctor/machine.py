@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,7 +35,6 @@ def machine_facts() -> dict[str, Any]:
         "versions": _versions(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "load": os.getloadavg()[0],
-        "shapers": _shapers(),
         "notes": [*_adapters(found)],
         "clock": time.time(),
     }
@@ -51,15 +48,6 @@ def _versions() -> dict[str, str]:
     if driver := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _word(_DRIVER) or ""):
         found["driver"] = driver[0]
     return found
-
-
-def _shapers() -> dict[str, float]:
-    """Return the bytes per second to which a queue of this machine limits an interface, as far as `tc` tells."""
-    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-        done = subprocess.run(["tc", "-j", "qdisc", "show"], capture_output=True, text=True, timeout=5, check=False)
-        rows = [row for row in json.loads(done.stdout or "[]") if "rate" in row.get("options", {})]
-        return {row["dev"]: row["options"]["rate"] for row in rows}
-    return {}
 
 
 # What cannot be tested from here, with the symptom that it is known for -----------------------------------------------
