@@ -127,7 +127,7 @@ def gloo_choice(found: Sequence[Interface]) -> dict[str, Any]:
     Without GLOO_SOCKET_IFNAME, it is the first address of the host name that belongs to this machine, or the loopback.
     """
     variable, name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
-    if variable:
+    if len(variable) > 1:  # as PyTorch reads it
         return _choice(variable, found, f"GLOO_SOCKET_IFNAME={variable}")
     addresses = resolved(name)
     own = (each for each in addresses if is_loopback(each) or interface_of(each, found))
