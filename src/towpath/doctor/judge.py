@@ -7,10 +7,9 @@ slow, but not because of its cable.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_high
+from statistics import median_high, mode
 from typing import Any
 
 from towpath.doctor.findings import Finding, Severity, finding
@@ -148,9 +147,9 @@ class _Case:
         ways, first = sorted(blame.ways), min(blame.ways)
         carried = [self.ways[way]["together"] or self.ways[way]["alone"] for way in ways]
         evidence = [
-            f"{self.text(way)}: {per_second(self.ways[way]['alone'])}, with the other direction "
-            f"{per_second(self.ways[way]['together'])}, expected {per_second(self.expected(way))}"
-            for way in ways
+            f"{self.text(way)}: {per_second(self.ways[way]['alone'])}, expected {per_second(self.expected(way))}"
+            + (f"; {per_second(rate)} while the other direction is in use" if key == "half duplex" else "")
+            for way, rate in zip(ways, carried, strict=True)
         ]
         hints = dict.fromkeys(hint for way in ways for end in (way, turned(way)) for hint in self.hints(*end))
         machine, *others = blame.machines
@@ -209,7 +208,7 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
     dead = {way for way, tried in case.reach.items() if tried and all(each["state"] != "open" for each in tried)}
     for blame in case.blame(dead, case.reach):
         way, both = min(blame.ways), blame.both_ways and len(blame.machines) > 1
-        state = _usual([each["state"] for each in case.reach[way] if each["state"] != "own"]) or "own"
+        state = mode([each["state"] for each in case.reach[way] if each["state"] != "own"] or ["own"])
         here = state in ("forbidden here", "no route")
         guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
         sender, receiver = (case.names[end] for end in way)
@@ -276,18 +275,13 @@ def _packets(case: _Case) -> Iterator[Finding]:
         rate = min(case.ways[way]["alone"] for way in blame.ways) or None
         yield case.on_cable("mtu", blame, rate, passes=min(sizes, default=1280), mtu=mtu)
     used = {at: case.interface(at, to) for at, to in case.ways}
-    usual = _usual([of["mtu"] for of in used.values()])
+    usual = mode([of["mtu"] for of in used.values()] or [None])
     odd = [machine for machine, of in used.items() if of["mtu"] != usual and not holes]
     if odd:
         evidence = [f"{case.names[machine]} {of['name']}: {of['mtu']} bytes" for machine, of in sorted(used.items())]
         where = ", ".join(f"{case.names[machine]} {used[machine]['name']}" for machine in odd)
         names = [case.names[machine] for machine in odd]
         yield finding("mtu, differs", names, where, evidence, device=used[odd[0]]["name"], usual=usual)
-
-
-def _usual(values: Sequence[Any]) -> Any:
-    """Return the most frequent value. Of equally frequent ones, it is the first."""
-    return Counter(values).most_common(1)[0][0] if values else None
 
 
 def _losses(case: _Case) -> Iterator[Finding]:
@@ -381,7 +375,7 @@ def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple
     """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
     for name in sorted({name for each in told for name in each}):
         values = [each.get(name) for each in told]
-        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]
+        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != mode(values)]
         if odd:
             lines = [f"{machine}: {value or 'not there'}" for machine, value in zip(case.names, values, strict=True)]
             yield name, odd, lines, values[0]

@@ -55,7 +55,7 @@ def _versions() -> dict[str, str]:
 
 def _adapters(found: Sequence[Interface]) -> Iterator[str]:
     """Yield what NUMA nodes, the IOMMU and addresses for RDMA may do."""
-    pci = [path for path in _listed("/sys/bus/pci/devices") if _word(path / "vendor") == "0x10de"]
+    pci = [path for path in Path("/sys/bus/pci/devices").glob("*") if _word(path / "vendor") == "0x10de"]
     gpus = [_word(path / "numa_node") for path in pci if (_word(path / "class") or "").startswith("0x03")]
     for interface in found:
         node = _word(Path("/sys/class/net", interface["name"], "device/numa_node"))
@@ -64,23 +64,18 @@ def _adapters(found: Sequence[Interface]) -> Iterator[str]:
                 f"{interface['name']} is on NUMA node {node}, and {far} of {len(gpus)} GPUs are not. Symptom: these "
                 "reach about half the rate. Bind ranks to the node of their GPU (numactl)."
             )
-    if gpus and (groups := len(_listed("/sys/kernel/iommu_groups"))):
+    if gpus and (groups := len([*Path("/sys/kernel/iommu_groups").glob("*")])):
         yield (
             f"The IOMMU is on ({groups} groups). Symptom with ACS: GPUs of a machine exchange data at a fraction of "
             "PCIe's rate, or hang. `sudo lspci -vvv | grep ACSCtl` must show no SrcValid+ at bridges."
         )
-    for adapter in _listed("/sys/class/infiniband"):
-        kinds = {path.name: kind for path in _listed(adapter / "ports/1/gid_attrs/types") if (kind := _word(path))}
+    for adapter in sorted(Path("/sys/class/infiniband").glob("*")):
+        paths = (adapter / "ports/1/gid_attrs/types").glob("*")
+        kinds = {path.name: kind for path in sorted(paths) if (kind := _word(path))}
         yield (
             f"{adapter.name} has the GIDs {kinds}. Symptom of a wrong one: NCCL fails in ibv_modify_qp, or times out. "
             "NCCL_IB_GID_INDEX chooses it; take one of RoCE v2."
         )
-
-
-def _listed(folder: str | Path) -> list[Path]:
-    with suppress(OSError):
-        return sorted(Path(folder).iterdir())
-    return []
 
 
 def _word(path: Path) -> str | None:
