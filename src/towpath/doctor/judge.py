@@ -7,7 +7,7 @@ slow, but not because of its cable.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median_high, mode
 from typing import Any
@@ -24,7 +24,7 @@ _HALF_DUPLEX = 0.65  # of what both directions carry alone, while both are in us
 OF_LOOPBACK = 0.4
 _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
-_OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # which may differ between machines
+_OWN = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # variables that may differ
 
 
 def judge(facts: Mapping[str, Any]) -> list[Finding]:
@@ -32,7 +32,7 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
     case = _Case(facts)
     # In this order: what an earlier check explains is not looked at by later ones.
     reachable = (_absent, _names, _unreachable, _shared_addresses)
-    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _versions, _variables, _clocks)
+    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _differences, _clocks)
     found = [each for check in checks for each in check(case)]
     order = list(Severity)
     return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
@@ -371,26 +371,17 @@ def _ranks(case: _Case) -> Iterator[Finding]:
         yield finding("slow rank", [name], where, evidence, facts=facts, share=share)
 
 
-def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
-    """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
-    for name in sorted({name for each in told for name in each}):
-        values = [each.get(name) for each in told]
-        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != mode(values)]
-        if odd:
-            lines = [f"{machine}: {value or 'not there'}" for machine, value in zip(case.names, values, strict=True)]
-            yield name, odd, lines, values[0]
-
-
-def _versions(case: _Case) -> Iterator[Finding]:
-    for name, odd, lines, first in _differing(case, [machine["versions"] for machine in case.machines]):
-        key = "version, driver" if name == "driver" else "version"
-        yield finding(key, odd, f"{name} on {', '.join(odd)}", lines, name=name, version=first)
-
-
-def _variables(case: _Case) -> Iterator[Finding]:
-    for name, odd, lines, _ in _differing(case, [machine["environment"] for machine in case.machines]):
-        if not any(word in name for word in _OWN_VARIABLES):
-            yield finding("environment", odd, f"{name} on {', '.join(odd)}", lines, name=name)
+def _differences(case: _Case) -> Iterator[Finding]:
+    """Find versions and variables that are not the same on all machines."""
+    for kind in ("versions", "environment"):
+        told = [machine[kind] for machine in case.machines]
+        for name in sorted({name for each in told for name in each if not any(word in name for word in _OWN)}):
+            values = {machine: each.get(name) for machine, each in zip(case.names, told, strict=True)}
+            usual = mode(values.values())
+            if odd := [machine for machine, value in values.items() if value != usual]:
+                lines = [f"{machine}: {value or 'not there'}" for machine, value in values.items()]
+                key = "environment" if kind == "environment" else "version, driver" if name == "driver" else "version"
+                yield finding(key, odd, f"{name} on {', '.join(odd)}", lines, name=name, version=usual)
 
 
 def _clocks(case: _Case) -> Iterator[Finding]:

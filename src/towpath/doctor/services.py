@@ -55,7 +55,7 @@ class Services:
                         pass
                 case "source":
                     give(link, asked["seconds"])
-                case _:
+                case _:  # it was only to be reached
                     pass
 
     def _reflect(self) -> None:
