@@ -32,7 +32,7 @@ def cluster(machines: int, ranks: int = 1) -> Facts:
         "version": 1,
         "seconds": 9.0,
         "machines": [_machine(number, ranks) for number in range(machines)],
-        "pairs": [_pair(a, b) for a in range(machines) for b in range(a + 1, machines)],
+        "ways": [_way(a, b) for a in range(machines) for b in range(machines) if a != b],
         "absent": [],
         "lost": [],
         "port": 29511,
@@ -75,21 +75,22 @@ def _interface(name: str, address: str, **more: Any) -> Facts:
     return usual | {"name": name, "addresses": [address]} | more
 
 
-def _pair(a: int, b: int) -> Facts:
-    way = {"stalls": False, "packet": 1500, "mtu": 1500, "loss": 0.0, "datagrams": 2000}
-    way |= {"alone": RATE, "together": 0.98 * RATE}
-    reach = [[{"address": f"10.77.0.{to + 1}", "interface": "eth0", "state": "open"}] for to in (b, a)]
-    return {"machines": [a, b], "out": dict(way), "back": dict(way), "reach": reach, "ways": [], "latency": 2e-4}
+def _way(sender: int, receiver: int) -> Facts:
+    reach = [{"address": f"10.77.0.{receiver + 1}", "interface": "eth0", "state": "open"}]
+    way = {"from": sender, "to": receiver, "reach": reach, "others": [], "latency": 2e-4, "datagrams": 2000}
+    return way | {
+        "stalls": False,
+        "packet": 1500,
+        "mtu": 1500,
+        "loss": 0.0,
+        "alone": RATE,
+        "together": 0.98 * RATE,
+    }
 
 
 def ways(facts: Facts, sender: int | None = None, receiver: int | None = None) -> list[Facts]:
-    """The measured directions from and to machines, or from and to any."""
-    found: list[Facts] = []
-    for pair in facts["pairs"]:
-        for (one, other), way in ((pair["machines"], "out"), (pair["machines"][::-1], "back")):
-            if sender in (None, one) and receiver in (None, other):
-                found.append(pair[way])
-    return found
+    """The directions from and to machines, or from and to any."""
+    return [way for way in facts["ways"] if sender in (None, way["from"]) and receiver in (None, way["to"])]
 
 
 def slower(share: float, *of: list[Facts]) -> None:
@@ -104,27 +105,22 @@ def _two_interfaces(facts: Facts) -> None:
     chosen = {"interface": "wlan0", "address": "10.88.0.2", "why": "the host name node1"}
     facts["machines"][1] |= {"gloo": chosen, "training": chosen}
     slower(0.1, ways(facts))
-    pair = facts["pairs"][0]
-    pair["reach"][0].insert(0, {"address": "10.88.0.2", "interface": "wlan0", "state": "open"})
-    pair["ways"] = [
-        {"from": 0, "to": 1, "interface": "wlan0", "rate": 0.1 * RATE},
-        {"from": 0, "to": 1, "interface": "eth0", "rate": RATE},
-    ]
+    (way,) = ways(facts, receiver=1)
+    way["reach"].insert(0, {"address": "10.88.0.2", "interface": "wlan0", "state": "open"})
+    way["others"] = [{"interface": "wlan0", "rate": 0.1 * RATE}, {"interface": "eth0", "rate": RATE}]
 
 
 def _firewall(facts: Facts) -> None:
-    facts["pairs"][0]["reach"][0][0]["state"] = "silent"
+    ways(facts, 0, 1)[0]["reach"][0]["state"] = "silent"
 
 
 def _no_route(facts: Facts) -> None:
-    facts["pairs"][0]["reach"][0][0]["state"] = "forbidden here"
+    ways(facts, 0, 1)[0]["reach"][0]["state"] = "forbidden here"
 
 
 def _firewall_of_three(facts: Facts) -> None:
-    for pair in facts["pairs"]:
-        for reached, machine in zip(pair["reach"], pair["machines"][::-1], strict=True):
-            if machine == 2:
-                reached[0]["state"] = "silent"
+    for way in ways(facts, receiver=2):
+        way["reach"][0]["state"] = "silent"
 
 
 def _hole(facts: Facts) -> None:
@@ -172,7 +168,7 @@ def _hosts_entry(facts: Facts) -> None:
     told = facts["machines"][1]
     chosen = {"interface": "lo", "address": "127.0.1.1", "why": "the host name node1"}
     told |= {"names": ["127.0.1.1"], "gloo": chosen, "training": chosen}
-    facts["pairs"][0]["reach"][0].insert(0, {"address": "127.0.1.1", "interface": None, "state": "own"})
+    ways(facts, 0, 1)[0]["reach"].insert(0, {"address": "127.0.1.1", "interface": None, "state": "own"})
 
 
 def _hosts_entry_with_variable(facts: Facts) -> None:
@@ -190,8 +186,8 @@ def _bridge_in_use(facts: Facts) -> None:
     chosen = {"interface": "docker0", "address": "172.17.0.1", "why": "the host name"}
     for machine in facts["machines"]:
         machine |= {"gloo": chosen, "training": chosen}
-    for reached in facts["pairs"][0]["reach"]:
-        reached.insert(0, {"address": "172.17.0.1", "interface": None, "state": "own"})
+    for way in ways(facts):
+        way["reach"].insert(0, {"address": "172.17.0.1", "interface": None, "state": "own"})
 
 
 def _other_version(facts: Facts) -> None:

@@ -35,9 +35,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_path_is_measured_in_both_directions() -> None:
     services = Services()
     found = measure(Peer(LOCAL, services.port, services.token), 0.1)
-    assert 0 < found["latency"] < 1
-    for way in ("out", "back"):
-        told = found[way]
+    assert len(found) == 2
+    for told in found:
+        assert 0 < told["latency"] < 1
         assert told["packet"] == told["mtu"] > 1500 and not told["stalls"]
         assert told["loss"] == 0 and told["datagrams"] >= 400
         assert told["alone"] > 0 and told["together"] > 0

@@ -108,13 +108,13 @@ def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "
     """Return the causes, the pairs and the machines as text of 100 columns."""
     console = Console(file=(file := StringIO()), width=100, highlight=False, markup=False)
     _print_findings(console, findings, model)
-    if facts.get("pairs"):
-        _print_pairs(console, facts)
+    if facts.get("ways"):
+        _print_ways(console, facts)
     if facts:
         _print_machines(console, facts)
     if not findings:
-        ways = [pair[way] for pair in facts["pairs"] for way in ("out", "back")]
-        rates = f", and each direction carries {per_second(min(way['alone'] for way in ways))} or more" if ways else ""
+        slowest = min((way["alone"] for way in facts["ways"]), default=0.0)
+        rates = f", and each direction carries {per_second(slowest)} or more" if slowest else ""
         console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
     return file.getvalue()
 
@@ -136,22 +136,20 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
         console.print()
 
 
-def _print_pairs(console: Console, facts: Mapping[str, Any]) -> None:
+def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
     names = [machine["name"] for machine in facts["machines"]]
     table = table_of("from → to", "over", "alone", "both ways", "lost", "packet", "latency", numbers=2)
-    for pair in facts["pairs"]:
-        ends = pair["machines"]
-        for (one, other), way, tried in zip((ends, ends[::-1]), ("out", "back"), pair["reach"], strict=True):
-            over = (f"{each['interface']} to {each['address']}" for each in tried if each["state"] == "open")
-            row = [f"{names[one]} → {names[other]}", next(over, "does not connect")]
-            if told := pair[way]:
-                lost = "?" if told.get("loss") is None else f"{told['loss']:.2%}"
-                row += [per_second(told["alone"]), per_second(told["together"])]
-                row += [lost, str(told["packet"] or "?"), f"{pair['latency'] * 1e3:.3g} ms"]
-            table.add_row(*row)
+    for way in facts["ways"]:
+        over = (f"{each['interface']} to {each['address']}" for each in way["reach"] if each["state"] == "open")
+        row = [f"{names[way['from']]} → {names[way['to']]}", next(over, "does not connect")]
+        if "alone" in way:
+            row += [per_second(way["alone"]), per_second(way["together"])]
+            row += ["?" if way["loss"] is None else f"{way['loss']:.2%}"]
+            row += [str(way["packet"] or "?"), f"{way['latency'] * 1e3:.3g} ms"]
+        table.add_row(*row)
     console.print(table)
     limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
-    if any(pair[way].get("alone", 0.0) > limit for pair in facts["pairs"] for way in ("out", "back")):
+    if any(way.get("alone", 0.0) > limit for way in facts["ways"]):
         console.print(
             f"What carries more than {per_second(limit)} was not tested to its limit, which is that of sockets here."
         )

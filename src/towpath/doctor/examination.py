@@ -89,7 +89,7 @@ class Examination:
         self._leader, self._say = leader, say
         self._began = time.monotonic()
         self._machines: list[Facts] = []
-        self._pairs: dict[Direction, Facts] = {}
+        self._ways: dict[Direction, Facts] = {}
 
     def run(self) -> tuple[Facts, list[Finding]]:
         """Examine everything. Return all facts, and what is wrong."""
@@ -119,7 +119,7 @@ class Examination:
             "seconds": round(time.monotonic() - self._began, 1),
             "port": place.port,
             "machines": self._machines,
-            "pairs": [self._pairs[pair] for pair in sorted(self._pairs)],
+            "ways": [self._ways[way] for way in sorted(self._ways, key=lambda way: (*sorted(way), way))],
             "absent": [{"name": name, "state": leader.states.get(number)} for number, name in names.items()],
             "lost": [{"rank": number, "asked": asked} for number, asked in sorted(leader.lost.items())],
         }
@@ -179,8 +179,8 @@ class Examination:
         for number, each in enumerate(rounds, 1):
             names = ", ".join(f"{self._machines[a]['name']} – {self._machines[b]['name']}" for a, b in each)
             self._say(f"round {number} of {len(rounds)}: {names}")
-            for pair, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
-                self._pairs[pair] = better(self._pairs.get(pair), found)
+            for way, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
+                self._ways[way] = better(self._ways.get(way), found)
 
     def _reach(self, ways: Sequence[Direction]) -> dict[Direction, list[Facts]]:
         """Return for each direction how each address of the other machine was reached, the one for training first."""
@@ -204,21 +204,19 @@ class Examination:
         self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
     ) -> dict[Direction, Facts]:
         """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
-        found: dict[Direction, Facts] = {}
-        for a, b in pairs:
-            reach = [reached[a, b], reached[b, a]]
-            found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
-        peers = {way: self._peers(way, tried) for way, tried in reached.items()}
+        backward = [turned(way) for way in pairs]
+        found = {
+            way: {"from": way[0], "to": way[1], "reach": reached[way], "others": []} for way in (*pairs, *backward)
+        }
+        peers = {way: self._peers(way, reached[way]) for way in found}
         active = [way if peers[way] else turned(way) for way in pairs]
-        for (a, b), told in self._ask_paths(active, peers, {"do": "measure", "seconds": seconds}).items():
-            out, back = ("out", "back") if a < b else ("back", "out")
-            found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
-        for ways in (pairs, [turned(way) for way in pairs]):
-            for (a, b), told in self._ask_paths(ways, peers, {"do": "ways"}).items():
-                found[min(a, b), max(a, b)]["ways"] += [
-                    {"from": a, "to": b, "interface": interface, "rate": rate}
-                    for interface, rate in zip(peers[a, b], told, strict=False)  # no rates if there is only one
-                ]
+        for way, told in self._ask_paths(active, peers, {"do": "measure", "seconds": seconds}).items():
+            found[way] |= told[0]
+            found[turned(way)] |= told[1]
+        for ways in (pairs, backward):
+            for way, told in self._ask_paths(ways, peers, {"do": "ways"}).items():
+                rated = zip(peers[way], told, strict=False)  # there are no rates if there is only one
+                found[way]["others"] = [{"interface": interface, "rate": rate} for interface, rate in rated]
         return found
 
     def _peers(self, way: Direction, tried: Sequence[Facts]) -> dict[str, list[Any]]:

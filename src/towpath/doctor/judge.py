@@ -72,12 +72,9 @@ class _Case:
         self.facts = facts
         self.machines: list[dict[str, Any]] = facts["machines"]
         self.names: list[str] = [machine["name"] for machine in self.machines]
-        self.ways: dict[Direction, dict[str, Any]] = {}
-        self.reach: dict[Direction, list[dict[str, Any]]] = {}
-        for pair in facts["pairs"]:
-            a, b = pair["machines"]
-            self.reach[a, b], self.reach[b, a] = pair["reach"]
-            self.ways |= {way: told for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])) if told}
+        every: dict[Direction, dict[str, Any]] = {(each["from"], each["to"]): each for each in facts["ways"]}
+        self.reach: dict[Direction, list[dict[str, Any]]] = {way: each["reach"] for way, each in every.items()}
+        self.ways = {way: each for way, each in every.items() if "alone" in each}  # those that were measured
         self.explained: set[Direction] = set()  # directions that a finding has explained
 
     # What is known of a direction -------------------------------------------------------------------------------------
@@ -299,12 +296,10 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
     """Find machines that are reached faster over another interface than the one that training uses."""
     # By the interface in use and the faster one: the directions, with both rates.
     better: dict[tuple[str, str], list[tuple[Direction, float, float]]] = {}
-    for pair in case.facts["pairs"]:
-        a, b = pair["machines"]
-        for way in ((a, b), (b, a)):
-            tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
-            used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
-            if tried and used["rate"] <= case.limit(way) and best["rate"] > _FASTER_WAY * used["rate"]:
+    for way, told in case.ways.items():
+        if told["others"] and way not in case.explained:
+            used, best = told["others"][0], max(told["others"], key=lambda each: each["rate"])
+            if used["rate"] <= case.limit(way) and best["rate"] > _FASTER_WAY * used["rate"]:
                 key = used["interface"], best["interface"]
                 better.setdefault(key, []).append((way, used["rate"], best["rate"]))
     for (now, name), found in better.items():

@@ -73,18 +73,21 @@ def reach(peers: Sequence[Peer], own: Sequence[Interface]) -> list[dict[str, Any
         return list(pool.map(attempt, peers))
 
 
-def measure(peer: Peer, seconds: float) -> dict[str, Any]:
-    """Measure one path: latency, loss, the largest packet, and the rate of each direction alone and of both together.
+def measure(peer: Peer, seconds: float) -> list[dict[str, Any]]:
+    """Measure latency, loss, the largest packet, and the rate of each direction alone and of both together.
 
     Args:
         peer: The other machine.
         seconds: How long each rate is measured.
+
+    Returns:
+        What was measured on the way out, and on the way back.
     """
     (latency, mtu), segment, header = _latency(peer), None, _TCP_BYTES[family_of(peer.address)]
     told: dict[str, dict[str, Any]] = dict(zip(("out", "back"), _losses(peer), strict=True))
     for way, found in told.items():
         found["alone"] = rates(peer, (way,), seconds)[way]
-        found |= {"stalls": not found["alone"], "mtu": mtu, "packet": mtu}
+        found |= {"stalls": not found["alone"], "mtu": mtu, "packet": mtu, "latency": latency}
         if found["stalls"]:  # not even one large packet arrives; smaller ones show what the cable carries
             sizes = (size for size in _PACKETS if size < mtu)
             passing = (size for size in sizes if rates(peer, (way,), _TRY_SECONDS, size - header)[way])
@@ -93,7 +96,7 @@ def measure(peer: Peer, seconds: float) -> dict[str, Any]:
             found["alone"] = rates(peer, (way,), seconds, segment)[way]
     for way, rate in rates(peer, tuple(told), seconds, segment).items():
         told[way]["together"] = rate
-    return {"latency": latency, **told}
+    return [*told.values()]
 
 
 def _latency(peer: Peer) -> tuple[float, int]:
