@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from towpath.doctor.channels import SHORT_BYTES, Channel, listen, state_of
@@ -28,7 +28,6 @@ Perform = Callable[[Any], Any]
 
 _GREET_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 _SILENT_SECONDS = 90.0  # no question takes longer
-_KEY = "towpath/doctor/"
 
 
 def is_launched() -> bool:
@@ -58,7 +57,7 @@ class Place:
     hosts: tuple[str, ...] = ()
     local: int = 0
     machine: str = ""
-    key: str = _KEY
+    key: str = ""
 
     @staticmethod
     def of_launcher(port: int) -> Place:
@@ -71,7 +70,7 @@ class Place:
             port=port,
             local=int(os.environ.get("LOCAL_RANK", "0")),
             machine=os.environ.get("GROUP_RANK") or socket.gethostname(),
-            key=f"{_KEY}{leader}:{os.environ.get('MASTER_PORT')} of {os.environ['WORLD_SIZE']}",
+            key=f"{leader}:{os.environ.get('MASTER_PORT')} of {os.environ['WORLD_SIZE']}",
         )
 
     @staticmethod
@@ -90,10 +89,8 @@ class Place:
                 f"--hosts: expected one address of this machine and one of each other; {sum(here)} are of this "
                 f"machine, which has {there}. Here {told}. Give the same addresses on all machines."
             )
-        number, key = here.index(True), _KEY + ",".join(hosts)
-        return Place(
-            number=number, world=len(hosts), leader=hosts[0], port=port, hosts=hosts, machine=str(number), key=key
-        )
+        place = Place(number=here.index(True), world=len(hosts), leader=hosts[0], port=port, hosts=hosts)
+        return replace(place, machine=str(place.number), key=",".join(hosts))
 
 
 def _connected(host: str, port: int) -> Channel:
@@ -212,9 +209,8 @@ def _welcomed(place: Place, hello: Any, until: float) -> Channel:
                 link = closing.enter_context(_connected(place.leader, place.port))
                 link.send(hello)
                 if (key := link.receive(_GREET_SECONDS)["key"]) != place.key:
-                    theirs, mine = key.removeprefix(_KEY), place.key.removeprefix(_KEY)
                     raise ConfigError(
-                        f"the first machine examines {theirs}, and this one {mine}. Start the same command on both."
+                        f"the first machine examines {key}, and this one {place.key}. Start the same command on both."
                     )
                 closing.pop_all()
                 return link
