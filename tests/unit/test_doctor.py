@@ -47,7 +47,7 @@ def _machine(number: int, ranks: int) -> Facts:
         "host": name,
         "address": address,
         "first": number * ranks,
-        "interfaces": [_interface("lo", "127.0.0.1", loopback=True), _interface("eth0", address)],
+        "interfaces": [_interface("lo", "127.0.0.1"), _interface("eth0", address)],
         "gloo": used,
         "nccl": used,
         "training": used,
@@ -71,7 +71,7 @@ def _machine(number: int, ranks: int) -> Facts:
 
 
 def _interface(name: str, address: str, **more: Any) -> Facts:
-    usual = {"loopback": False, "mtu": 1500, "megabits": None, "duplex": None, "wireless": False}
+    usual = {"mtu": 1500, "megabits": None, "duplex": None, "wireless": False}
     return usual | {"name": name, "addresses": [address]} | more
 
 

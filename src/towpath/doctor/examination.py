@@ -44,7 +44,7 @@ class Examinee:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._services: Services | None = None
+        self._services = Services()
         self.hello = {"machine": place.machine, "local": place.local, "host": socket.gethostname()}
 
     def perform(self, question: Any) -> Any:
@@ -57,7 +57,6 @@ class Examinee:
     def _answer(self, question: Any) -> Any:
         match question["do"]:
             case "facts":
-                self._services = Services()
                 return machine_facts() | {"services": [self._services.port, self._services.token]}
             case "load":
                 import torch  # takes seconds, which must not fall into what ranks measure together
@@ -66,8 +65,8 @@ class Examinee:
             case "compute":
                 return compute(_COMPUTE_SECONDS, None if self._place.hosts else self._place.local)
             case "loopback":
-                found = rates(Peer(*question["peer"]), ("out", "back"), _LOOPBACK_SECONDS)
-                return sum(found.values())
+                itself = Peer("127.0.0.1", self._services.port, self._services.token)
+                return sum(rates(itself, ("out", "back"), _LOOPBACK_SECONDS).values())
             case "reach":
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
@@ -150,7 +149,6 @@ class Examination:
                 "first": first,
                 "ranks": [{"rank": number} for number in groups[hellos[first]["machine"]]],
                 "clock": round(min(clock - began, 0.0) + max(clock - ended, 0.0), 3),
-                "local": ["::1" if ":" in address else "127.0.0.1", *told[first]["services"]],
             }
             self._machines.append(told[first] | more)
 
@@ -161,8 +159,7 @@ class Examination:
         loaded = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
         self._say("matrix products and copies")
         told = self._leader.ask({number: {"do": "compute"} for number in loaded}, _LONG_SECONDS)
-        peers = {machine["first"]: {"do": "loopback", "peer": machine["local"]} for machine in self._machines}
-        sent = self._leader.ask(peers, _ASK_SECONDS)
+        sent = self._leader.ask({machine["first"]: {"do": "loopback"} for machine in self._machines}, _ASK_SECONDS)
         for machine in self._machines:
             machine["loopback"] = better(machine.get("loopback"), sent.get(machine["first"], 0.0))
             for rank in machine["ranks"]:

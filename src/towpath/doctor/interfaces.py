@@ -21,7 +21,7 @@ from typing import Any
 Interface = dict[str, Any]
 
 _GET_ADDRESSES, _GET_FLAGS, _GET_MTU = 0x8912, 0x8913, 0x8921
-_UP, _LOOPBACK = 0x1, 0x8
+_UP = 0x1
 _REQUEST_BYTES, _MOST_ADDRESSES = 40, 512
 # Adapters of virtual machines: their speed is a constant, and says nothing of a cable. Bridges and tunnels have none.
 _VIRTUAL = ("virtio_net", "vmxnet3", "hv_netvsc", "ena", "gve")
@@ -37,7 +37,7 @@ def interfaces() -> list[Interface]:
             flags = struct.unpack_from("H", _asked(control, _GET_FLAGS, name), 16)[0]
             mtu = struct.unpack_from("i", _asked(control, _GET_MTU, name), 16)[0]
             if flags & _UP and name in addresses:
-                known = {"name": name, "addresses": addresses[name], "loopback": bool(flags & _LOOPBACK), "mtu": mtu}
+                known = {"name": name, "addresses": addresses[name], "mtu": mtu}
                 found.append(known | _cable(Path("/sys/class/net", name)))
     return found
 

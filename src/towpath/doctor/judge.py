@@ -209,19 +209,14 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
         here = state in ("forbidden here", "no route")
         guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
         sender, receiver = (case.names[end] for end in way)
-        yield finding(
-            "firewall, here" if here else "firewall",
-            [case.names[machine] for machine in guilty],
-            ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways)),
-            [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]],
-            facts={"pairs": pairs_of(blame.ways)},
-            sender=sender,
-            receiver=receiver,
-            state=state,
-            address=case.machines[way[0]]["address"],
-            target=case.machines[way[1]]["address"],
-            how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
-        )
+        how = "neither can connect to the other" if both else f"{receiver} can connect to {sender}"
+        address, target = (case.machines[end]["address"] for end in way)
+        words = {"sender": sender, "receiver": receiver, "state": state, "how": how, "address": address}
+        where = ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways))
+        evidence = [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]]
+        names, key = [case.names[machine] for machine in guilty], "firewall, here" if here else "firewall"
+        facts = {"pairs": pairs_of(blame.ways)}
+        yield finding(key, names, where, evidence, facts=facts, target=target, **words)
         case.explained |= {at for each in blame.ways for at in (each, turned(each))}
     for machine, told in enumerate(case.machines):
         used, name = told["training"], case.names[machine]
