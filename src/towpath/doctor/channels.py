@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import socket
-import struct
 from typing import Any
 
 from towpath.doctor.interfaces import family_of
@@ -17,7 +16,6 @@ from towpath.doctor.interfaces import family_of
 SHORT_BYTES = 500  # of a segment that passes every path
 
 _CONNECT_SECONDS = 2.5
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is under way when it is closed is dropped
 # How an attempt to connect ends, by the error of the kernel. Everything else is "silent".
 _STATES = {
     errno.ECONNREFUSED: "refused",
@@ -67,10 +65,6 @@ class Channel:
             return json.loads(line)
         except ValueError:
             raise ConnectionError("the connection has ended, or something else answers") from None
-
-    def reset(self) -> None:
-        """Drop what is under way when it is closed."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
     def close(self) -> None:
         """Close the connection."""

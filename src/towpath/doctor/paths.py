@@ -124,16 +124,14 @@ def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None =
 
 def _send(peer: Peer, seconds: float, segment: int | None) -> float:
     with contextlib.suppress(OSError), peer.ask("sink", segment=segment, seconds=seconds) as link:
-        give(link, seconds)
+        give(link.socket, seconds)
         return link.receive(seconds + 1)
     return 0.0
 
 
 def _receive(peer: Peer, seconds: float, segment: int | None) -> float:
     with contextlib.suppress(OSError), peer.ask("source", segment=segment, seconds=seconds + TICK_SECONDS) as link:
-        rate = count(link.socket, seconds)
-        link.reset()
-        return rate
+        return count(link.socket, seconds)
     return 0.0
 
 

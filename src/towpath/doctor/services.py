@@ -54,7 +54,7 @@ class Services:
                     while connection.recv(CHUNK_BYTES):
                         pass
                 case "source":
-                    give(link, asked["seconds"])
+                    give(connection, asked["seconds"])
                 case _:  # it was only to be reached
                     pass
 
@@ -80,15 +80,15 @@ def datagram_socket(family: int) -> socket.socket:
     return made
 
 
-def give(link: Channel, seconds: float) -> None:
-    """Send as much as the path takes for some seconds. What is still under way when the link is closed is dropped."""
+def give(connection: socket.socket, seconds: float) -> None:
+    """Send as much as the path takes for some seconds. What is still under way when it is closed is dropped."""
     block, until = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + seconds
-    link.socket.settimeout(TICK_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.settimeout(TICK_SECONDS)
     with contextlib.suppress(ConnectionError):  # the other end has seen enough
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
-                link.socket.send(block)
-        link.reset()
+                connection.send(block)
 
 
 def count(connection: socket.socket, seconds: float) -> float:
