@@ -23,14 +23,12 @@ _VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 def machine_facts() -> dict[str, Any]:
     """Return what this machine reports, as JSON."""
     found = interfaces()
-    gloo, nccl = gloo_choice(found), nccl_choice(found)
+    gloo = gloo_choice(found)
     on_gpus = _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
     return {
         "interfaces": found,
         "gloo": gloo,
-        "nccl": nccl,
-        "training": nccl if on_gpus else gloo,
-        "on_gpus": on_gpus,
+        "training": nccl_choice(found) if on_gpus else gloo,
         "names": resolved(socket.gethostname()),
         "versions": _versions(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
