@@ -169,11 +169,6 @@ def _hosts_entry(facts: Facts) -> None:
     ways(facts, 0, 1)[0]["reach"].insert(0, {"address": "127.0.1.1", "interface": None, "state": "own"})
 
 
-def _hosts_entry_with_variable(facts: Facts) -> None:
-    facts["machines"][1]["names"] = ["127.0.1.1"]
-    facts["machines"][1]["gloo"] = facts["machines"][1]["gloo"] | {"why": "GLOO_SOCKET_IFNAME=eth0"}
-
-
 def _bridge(facts: Facts) -> None:
     for machine in facts["machines"]:
         machine["interfaces"].append(_interface("docker0", "172.17.0.1"))
@@ -251,7 +246,6 @@ CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
     (4, _half_duplex, "half duplex", SLOWS, {"node0"}),
     (2, _slow_rank, "slow rank", SLOWS, {"node1"}),
     (2, _hosts_entry, "hosts entry", BLOCKS, {"node1"}),
-    (2, _hosts_entry_with_variable, "hosts entry", RISK, {"node1"}),
     (2, _bridge, "shared address", RISK, {"node0", "node1"}),
     (2, _bridge_in_use, "shared address", BLOCKS, {"node0", "node1"}),
     (3, _other_version, "version", BLOCKS, {"node2"}),

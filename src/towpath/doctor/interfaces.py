@@ -83,7 +83,7 @@ def is_usable(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
-def is_loopback(address: str | None = None) -> bool:
+def is_loopback(address: str | None) -> bool:
     """Return whether it is an address at which only its own machine is reached."""
     return address is not None and ipaddress.ip_address(address).is_loopback
 

@@ -188,13 +188,11 @@ def _names(case: _Case) -> Iterator[Finding]:
     """Find machines whose gloo listens where no other machine reaches it, because of their name or a variable."""
     for machine, told in enumerate(case.machines if len(case.machines) > 1 else ()):
         name, gloo = case.names[machine], told["gloo"]
-        by_name = gloo["why"].startswith("the host name") and is_loopback(gloo["address"])
         words = {"exports": case.exports(machine), "host": told["host"], "address": told["address"]}
-        if by_name or is_loopback(*told["names"][:1]):
-            key = "hosts entry" if by_name else "hosts entry, unused"
+        if gloo["why"].startswith("the host name") and is_loopback(gloo["address"]):
             evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
             names = ", ".join(told["names"]) or "no address"
-            yield finding(key, [name], f"/etc/hosts of {name}", evidence, names=names, **words)
+            yield finding("hosts entry", [name], f"/etc/hosts of {name}", evidence, names=names, **words)
         if told["training"]["address"] is None:
             there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
             yield finding("variable", [name], f"{told['training']['why']} on {name}", [there], **words)
