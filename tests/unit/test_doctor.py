@@ -50,7 +50,6 @@ def _machine(number: int, ranks: int) -> Facts:
         "interfaces": [_interface("lo", "127.0.0.1"), _interface("eth0", address)],
         "gloo": used,
         "training": used,
-        "names": [address],
         "versions": {"towpath": "0.2.0", "torch": "2.11.0"},
         "environment": {},
         "load": 0.4,
@@ -165,7 +164,7 @@ def _slow_rank(facts: Facts) -> None:
 def _hosts_entry(facts: Facts) -> None:
     told = facts["machines"][1]
     chosen = {"interface": "lo", "address": "127.0.1.1", "why": "the host name node1"}
-    told |= {"names": ["127.0.1.1"], "gloo": chosen, "training": chosen}
+    told |= {"gloo": chosen, "training": chosen}
     ways(facts, 0, 1)[0]["reach"].insert(0, {"address": "127.0.1.1", "interface": None, "state": "own"})
 
 

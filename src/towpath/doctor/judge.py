@@ -191,8 +191,7 @@ def _names(case: _Case) -> Iterator[Finding]:
         words = {"exports": case.exports(machine), "host": told["host"], "address": told["address"]}
         if gloo["why"].startswith("the host name") and is_loopback(gloo["address"]):
             evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
-            names = ", ".join(told["names"]) or "no address"
-            yield finding("hosts entry", [name], f"/etc/hosts of {name}", evidence, names=names, **words)
+            yield finding("hosts entry", [name], f"/etc/hosts of {name}", evidence, listens=gloo["address"], **words)
         if told["training"]["address"] is None:
             there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
             yield finding("variable", [name], f"{told['training']['why']} on {name}", [there], **words)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from towpath.doctor.interfaces import Interface, gloo_choice, interfaces, nccl_choice, resolved
+from towpath.doctor.interfaces import Interface, gloo_choice, interfaces, nccl_choice
 from towpath.version import __version__
 
 _PACKAGES = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -29,7 +28,6 @@ def machine_facts() -> dict[str, Any]:
         "interfaces": found,
         "gloo": gloo,
         "training": nccl_choice(found) if on_gpus else gloo,
-        "names": resolved(socket.gethostname()),
         "versions": _versions(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "load": os.getloadavg()[0],
