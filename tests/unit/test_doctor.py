@@ -304,6 +304,14 @@ def test_cables_faster_than_sockets_are_not_judged() -> None:
     assert "not tested to its limit" in report(facts, [], "gpt")
 
 
+def test_a_machine_that_was_lost_is_one_finding() -> None:
+    facts = cluster(2)
+    facts["lost"] = [{"rank": 1, "asked": "reach"}]
+    facts["ways"] = [{"from": a, "to": b, "reach": [], "others": []} for a, b in ((0, 1), (1, 0))]
+    assert [(one.cause, one.machines) for one in judge(facts)] == [("lost", ("node1",))]
+    assert "LOST" in report(facts, priced(facts, judge(facts), describe_model("gpt-2.5b")))
+
+
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
     facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))

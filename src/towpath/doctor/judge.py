@@ -217,8 +217,9 @@ def _unreachable(case: _Case) -> Iterator[Finding]:
         case.explained |= {at for each in blame.ways for at in (each, turned(each))}
     for machine, told in enumerate(case.machines):
         used, name = told["training"], case.names[machine]
-        tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
-        failed = {way: state for way, state in tried.items() if state != "open"}
+        # The first address is that for training. Nothing was tried if the other machine was lost.
+        tried = {way: each[0]["state"] for way, each in case.reach.items() if each and way[1] == machine}
+        failed = {way: state for way, state in tried.items() if state != "open" and way not in dead}
         if failed and used["address"] and not is_loopback(used["address"]) and "own" not in failed.values():
             evidence = [
                 f"{name} chooses it by {used['why']}",
