@@ -140,6 +140,7 @@ def test_a_leader_asks_those_that_came() -> None:
 
 def test_a_question_that_fails_is_noted() -> None:
     leader = Leader(place(0, 1, closed_port()), lambda question: {"failed": "OSError: no"}, {})
+    leader.gather(0, lambda text: None)
     assert leader.ask({0: {"do": "load"}}, 10) == {}
     assert leader.lost == {0: "load: OSError: no"}
 
