@@ -23,7 +23,7 @@ MODULES = (*PRELOAD, "benchmarks.network_faults", "towpath.cli.doctor")
 
 def _told(found: Any) -> str:
     ranks = [(machine["name"], machine["ranks"], machine["load"]) for machine in found["facts"]["machines"]]
-    return "\n".join(map(str, (*found["findings"], *found["facts"]["pairs"], *ranks)))
+    return "\n".join(map(str, (*found["findings"], *found["facts"]["ways"], *ranks)))
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def doctor(
         str, typer.Option(metavar="MODEL", help="For what training would gain: as for `towpath plan`.")
     ] = "qwen3-0.6b",
     output: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write facts and findings as JSON. -: to stdout.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write facts and findings as JSON.")
     ] = None,
 ) -> None:
     """Find what is wrong with a cluster: its network, its machines, and what differs between them.
@@ -71,8 +71,7 @@ def doctor(
             "doctor examines several machines: pass --hosts A,B with their addresses, and start it on each of them, or "
             "start it with torchrun … -m towpath doctor."
         )
-    to_stdout = str(output) == "-"
-    check_output_file("--json", None if to_stdout else output)
+    check_output_file("--json", output)
     described = describe_model(model)
     listed = tuple(filter(None, (host.strip() for host in (hosts or "").split(","))))
     place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
@@ -85,7 +84,7 @@ def doctor(
     except OSError as error:
         print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
         raise typer.Exit(_FOUND) from None
-    if not to_stdout and (place.hosts or place.number == 0):
+    if place.hosts or place.number == 0:
         print(text, end="", flush=True)
     raise typer.Exit(status)
 
@@ -100,11 +99,8 @@ def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Pat
         found = priced(facts, found, model)
     text, status = report(facts, found, model.name), _FOUND if found else 0
     leader.dismiss(text, status)
-    as_json = json.dumps({**facts, "model": model.name, "findings": [asdict(each) for each in found]}, indent=1) + "\n"
-    if str(output) == "-":
-        print(as_json, end="", flush=True)
-    else:
-        write_output_file("--json", output, as_json)
+    as_json = {**facts, "model": model.name, "findings": [asdict(each) for each in found]}
+    write_output_file("--json", output, json.dumps(as_json, indent=1) + "\n")
     return text, status
 
 
@@ -112,13 +108,13 @@ def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "
     """Return the causes, the pairs and the machines as text of 100 columns."""
     console = Console(file=(file := StringIO()), width=100, highlight=False, markup=False)
     _print_findings(console, findings, model)
-    if facts.get("pairs"):
-        _print_pairs(console, facts)
+    if facts.get("ways"):
+        _print_ways(console, facts)
     if facts:
         _print_machines(console, facts)
     if not findings:
-        ways = [pair[way] for pair in facts["pairs"] for way in ("out", "back")]
-        rates = f", and each direction carries {per_second(min(way['alone'] for way in ways))} or more" if ways else ""
+        slowest = min((way["alone"] for way in facts["ways"]), default=0.0)
+        rates = f", and each direction carries {per_second(slowest)} or more" if slowest else ""
         console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
     return file.getvalue()
 
@@ -140,25 +136,20 @@ def _print_findings(console: Console, findings: Sequence[Finding], model: str) -
         console.print()
 
 
-def _print_pairs(console: Console, facts: Mapping[str, Any]) -> None:
+def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
     names = [machine["name"] for machine in facts["machines"]]
     table = table_of("from → to", "over", "alone", "both ways", "lost", "packet", "latency", numbers=2)
-    fastest = 0.0
-    for pair in facts["pairs"]:
-        ends = tuple(pair["machines"])
-        for (one, other), way, reached in ((ends, "out", 0), (ends[::-1], "back", 1)):
-            told, tried = pair[way], [each for each in pair["reach"][reached] if each["state"] == "open"]
-            over = f"{tried[0]['interface']} to {tried[0]['address']}" if tried else "does not connect"
-            row = [f"{names[one]} → {names[other]}", over]
-            if told:
-                lost, packet = (told.get(key) for key in ("loss", "packet"))
-                row += [per_second(told["alone"]), per_second(told["together"])]
-                row += ["?" if lost is None else f"{lost:.2%}", str(packet or "?"), f"{pair['latency'] * 1e3:.3g} ms"]
-                fastest = max(fastest, told["alone"])
-            table.add_row(*row)
+    for way in facts["ways"]:
+        over = (f"{each['interface']} to {each['address']}" for each in way["reach"] if each["state"] == "open")
+        row = [f"{names[way['from']]} → {names[way['to']]}", next(over, "does not connect")]
+        if "alone" in way:
+            row += [per_second(way["alone"]), per_second(way["together"])]
+            row += ["?" if way["loss"] is None else f"{way['loss']:.2%}"]
+            row += [str(way["packet"] or "?"), f"{way['latency'] * 1e3:.3g} ms"]
+        table.add_row(*row)
     console.print(table)
     limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
-    if fastest > limit:
+    if any(way.get("alone", 0.0) > limit for way in facts["ways"]):
         console.print(
             f"What carries more than {per_second(limit)} was not tested to its limit, which is that of sockets here."
         )
@@ -166,18 +157,13 @@ def _print_pairs(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _print_machines(console: Console, facts: Mapping[str, Any]) -> None:
-    table = table_of(
-        "machine", "training uses", "link", "torch", "towpath", "copies", "GFLOP/s of each rank", numbers=5
-    )
+    table = table_of("machine", "training uses", "copies of each rank", "GFLOP/s of each rank", numbers=2)
     for machine in facts["machines"]:
-        used, versions = machine["training"], machine["versions"]
-        of = next((each for each in machine["interfaces"] if each["name"] == used["interface"]), {})
-        link = f"{of['megabits']} Mbit/s" if of.get("megabits") else of.get("driver") or "unknown"
         devices = [device for rank in machine["ranks"] for device in rank["devices"]]
-        copied = f"{format_bytes(min((device['copied'] for device in devices), default=0.0))}/s"
+        copied = ", ".join(f"{format_bytes(device['copied'])}/s" for device in devices)
         flops = ", ".join(f"{device['flops'] / 1e9:.4g}" for device in devices)
-        uses = f"{used['interface']} {used['address']}"
-        table.add_row(machine["name"], uses, link, versions.get("torch", "none"), versions["towpath"], copied, flops)
+        used = machine["training"]
+        table.add_row(machine["name"], f"{used['interface']} {used['address']}", copied, flops)
     console.print(table)
     for machine in facts["machines"]:
         for note in machine["notes"]:

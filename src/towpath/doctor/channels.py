@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import socket
-import struct
 from typing import Any
 
 from towpath.doctor.interfaces import family_of
@@ -17,8 +16,6 @@ from towpath.doctor.interfaces import family_of
 SHORT_BYTES = 500  # of a segment that passes every path
 
 _CONNECT_SECONDS = 2.5
-_BIND_TO_DEVICE = 25  # SO_BINDTODEVICE
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is under way when it is closed is dropped
 # How an attempt to connect ends, by the error of the kernel. Everything else is "silent".
 _STATES = {
     errno.ECONNREFUSED: "refused",
@@ -40,13 +37,11 @@ class Channel:
         self._lines = connection.makefile("rb")
 
     @staticmethod
-    def to(address: str, port: int, *, segment: int | None = None, interface: str | None = None) -> Channel:
-        """Connect to an address, with segments of at most so many bytes, over an interface if one is named."""
+    def to(address: str, port: int, segment: int | None = None) -> Channel:
+        """Connect to an address, with segments of at most so many bytes."""
         connection = socket.socket(family_of(address), socket.SOCK_STREAM)
         try:
             connection.settimeout(_CONNECT_SECONDS)
-            if interface is not None:
-                connection.setsockopt(socket.SOL_SOCKET, _BIND_TO_DEVICE, interface.encode())
             if segment is not None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
             connection.connect((address, port))
@@ -70,10 +65,6 @@ class Channel:
             return json.loads(line)
         except ValueError:
             raise ConnectionError("the connection has ended, or something else answers") from None
-
-    def reset(self) -> None:
-        """Drop what is under way when it is closed."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
     def close(self) -> None:
         """Close the connection."""

@@ -13,13 +13,6 @@ _INTERVAL_SECONDS = 0.2
 _SHARE_OF_COPIES = 0.3
 
 
-def load() -> str:
-    """Import torch, which takes seconds, before ranks measure together. Return its version."""
-    import torch
-
-    return str(torch.__version__)
-
-
 def compute(seconds: float, local_rank: int | None) -> list[dict[str, Any]]:
     """Measure the device of this rank, or each device of this machine in turn if there is no launcher.
 
@@ -61,13 +54,12 @@ def _times_per_second(work: Callable[[], object], wait: Callable[[], None], seco
     """Return how often the work is done in a second, in the best of several intervals."""
     work()
     wait()
-    found: list[float] = []
-    until = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < until or not found:
-        count = 0
-        while time.perf_counter() < began + _INTERVAL_SECONDS or not count:
+    best, until = 0.0, time.perf_counter() + seconds
+    while (began := time.perf_counter()) < until:
+        count, taken = 0, 0.0
+        while taken < _INTERVAL_SECONDS:
             work()
             wait()
-            count += 1
-        found.append(count / (time.perf_counter() - began))
-    return max(found)
+            count, taken = count + 1, time.perf_counter() - began
+        best = max(best, count / taken)
+    return best

@@ -4,7 +4,7 @@
     compute      all ranks at the same time
     reach        every machine tries to connect to every address of every other
     measure      pairs of machines, in rounds in which no machine is in two pairs
-    ways         where a machine has a second interface to the other: is it faster?
+    ways         where a machine is reached over a second interface: is it faster?
 
 What disturbs a measurement makes it worse, never better. So what looks wrong is measured again, and the best value
 counts.
@@ -17,23 +17,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from towpath.doctor.compute import compute, load
+from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
-from towpath.doctor.interfaces import interfaces, is_usable, plain
-from towpath.doctor.judge import OF_RATES, Direction, judge, turned
+from towpath.doctor.interfaces import interface_of, interfaces, is_usable
+from towpath.doctor.judge import Direction, judge, turned
 from towpath.doctor.machine import machine_facts
-from towpath.doctor.paths import Peer, measure, other_ways, rates, reach
+from towpath.doctor.paths import Peer, measure, rates, reach
 from towpath.doctor.services import Services
 
 Facts = dict[str, Any]
 
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
-_RATE_SECONDS, _ROUNDS_SECONDS = 1.0, 5.0
+_RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
-# What looks wrong is measured again so often, and rates most often, unless the examination has taken so long.
-_MOST_AGAIN, _BETTER, _CONFIRM_UNTIL_SECONDS = 3, 1.05, 36.0
+# What looks wrong is measured again so often, unless the examination has taken so long.
+_MOST_AGAIN, _CONFIRM_UNTIL_SECONDS = 3, 36.0
 _MOST_ADDRESSES = 12
 # Of two measurements, the smaller of these values counts, and the larger of all others.
 _SMALLER = ("loss", "stalls", "latency")
@@ -44,7 +44,7 @@ class Examinee:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._services: Services | None = None
+        self._services = Services()
         self.hello = {"machine": place.machine, "local": place.local, "host": socket.gethostname()}
 
     def perform(self, question: Any) -> Any:
@@ -57,23 +57,23 @@ class Examinee:
     def _answer(self, question: Any) -> Any:
         match question["do"]:
             case "facts":
-                self._services = Services()
                 return machine_facts() | {"services": [self._services.port, self._services.token]}
             case "load":
-                return load()
+                import torch  # takes seconds, which must not fall into what ranks measure together
+
+                return torch.__version__
             case "compute":
                 return compute(_COMPUTE_SECONDS, None if self._place.hosts else self._place.local)
-            case "clock":
-                return time.time()
             case "loopback":
-                found = rates(Peer(*question["peer"]), ("out", "back"), _LOOPBACK_SECONDS)
-                return sum(found.values())
+                itself = Peer("127.0.0.1", self._services.port, self._services.token)
+                return sum(rates(itself, ("out", "back"), _LOOPBACK_SECONDS).values())
             case "reach":
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
-                return measure(Peer(*question["peer"]), question["seconds"])
+                return measure(Peer(*question["peers"][0]), question["seconds"])
             case _:
-                return other_ways(Peer(*question["peer"]), question["interface"], question["addresses"])
+                peers = [Peer(*peer) for peer in question["peers"]]
+                return [rates(peer, ("out",), _WAY_SECONDS)["out"] for peer in peers if len(peers) > 1]
 
 
 class Examination:
@@ -88,7 +88,7 @@ class Examination:
         self._leader, self._say = leader, say
         self._began = time.monotonic()
         self._machines: list[Facts] = []
-        self._pairs: dict[Direction, Facts] = {}
+        self._ways: dict[Direction, Facts] = {}
 
     def run(self) -> tuple[Facts, list[Finding]]:
         """Examine everything. Return all facts, and what is wrong."""
@@ -96,17 +96,12 @@ class Examination:
         self._ask_compute()
         numbers = range(len(self._machines))
         self._measure([(a, b) for a in numbers for b in numbers if a < b])
-        before: dict[str, float] = {}
-        for again in range(_MOST_AGAIN):
-            found = [each for each in judge(self.facts()) if not again or each.cause in OF_RATES]
+        for _ in range(_MOST_AGAIN):
+            found = judge(self.facts())
             suspects = sorted({pair for each in found for pair in each.pairs})
             slow_ranks = any(each.flops is not None for each in found)
             if not (suspects or slow_ranks) or time.monotonic() - self._began > _CONFIRM_UNTIL_SECONDS:
                 break
-            now = {each.where: each.rate or each.flops or 0.0 for each in found}
-            if again and all(rate <= _BETTER * before.get(where, 0.0) for where, rate in now.items()):
-                break  # it is as slow as before, so nothing has disturbed it
-            before = now
             if slow_ranks:
                 self._ask_compute()
             if suspects:
@@ -123,7 +118,7 @@ class Examination:
             "seconds": round(time.monotonic() - self._began, 1),
             "port": place.port,
             "machines": self._machines,
-            "pairs": [self._pairs[pair] for pair in sorted(self._pairs)],
+            "ways": [self._ways[way] for way in sorted(self._ways, key=lambda way: (*sorted(way), way))],
             "absent": [{"name": name, "state": leader.states.get(number)} for number, name in names.items()],
             "lost": [{"rank": number, "asked": asked} for number, asked in sorted(leader.lost.items())],
         }
@@ -140,20 +135,20 @@ class Examination:
         for number in sorted(hellos, key=lambda number: (hellos[number]["local"], number)):
             groups.setdefault(hellos[number]["machine"], []).append(number)
         firsts = sorted(group[0] for group in groups.values())
+        began = time.time()
         told = leader.ask({first: {"do": "facts"} for first in firsts}, _ASK_SECONDS)
+        ended = time.time()
         hosts = [hellos[first]["host"] for first in firsts]
         for first in sorted(told):
             host, address = hellos[first]["host"], addresses[first]
-            question = {first: {"do": "clock"}}
-            began, clock = time.time(), leader.ask(question, _ASK_SECONDS).get(first, time.time())
+            clock = told[first]["clock"]  # as it was answered, so after the leader began to ask, and before it ended
             more = {
                 "name": host if hosts.count(host) == 1 else f"{host} ({address})",
                 "host": host,
                 "address": address,
                 "first": first,
                 "ranks": [{"rank": number} for number in groups[hellos[first]["machine"]]],
-                "clock": round(clock - (began + time.time()) / 2, 3),
-                "local": ["::1" if ":" in address else "127.0.0.1", *told[first]["services"]],
+                "clock": round(min(clock - began, 0.0) + max(clock - ended, 0.0), 3),
             }
             self._machines.append(told[first] | more)
 
@@ -161,16 +156,14 @@ class Examination:
         """Let all ranks compute, and then all machines send to themselves."""
         everyone = [rank["rank"] for machine in self._machines for rank in machine["ranks"]]
         self._say("loading torch")
-        versions = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
+        loaded = self._leader.ask({number: {"do": "load"} for number in everyone}, _LONG_SECONDS)
         self._say("matrix products and copies")
-        told = self._leader.ask({number: {"do": "compute"} for number in versions}, _LONG_SECONDS)
-        peers = {machine["first"]: {"do": "loopback", "peer": machine["local"]} for machine in self._machines}
-        sent = self._leader.ask(peers, _ASK_SECONDS)
+        told = self._leader.ask({number: {"do": "compute"} for number in loaded}, _LONG_SECONDS)
+        sent = self._leader.ask({machine["first"]: {"do": "loopback"} for machine in self._machines}, _ASK_SECONDS)
         for machine in self._machines:
             machine["loopback"] = better(machine.get("loopback"), sent.get(machine["first"], 0.0))
             for rank in machine["ranks"]:
-                now = {"torch": versions.get(rank["rank"]), "devices": told.get(rank["rank"], [])}
-                rank |= better({key: rank.get(key) for key in now}, now)
+                rank["devices"] = better(rank.get("devices"), told.get(rank["rank"], []))
 
     # Pairs ------------------------------------------------------------------------------------------------------------
 
@@ -183,15 +176,15 @@ class Examination:
         for number, each in enumerate(rounds, 1):
             names = ", ".join(f"{self._machines[a]['name']} – {self._machines[b]['name']}" for a, b in each)
             self._say(f"round {number} of {len(rounds)}: {names}")
-            for pair, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
-                self._pairs[pair] = better(self._pairs.get(pair), found)
+            for way, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
+                self._ways[way] = better(self._ways.get(way), found)
 
     def _reach(self, ways: Sequence[Direction]) -> dict[Direction, list[Facts]]:
         """Return for each direction how each address of the other machine was reached, the one for training first."""
         targets: dict[int, list[tuple[Direction, list[Any]]]] = {}
         for way in ways:
             of = self._machines[way[1]]
-            every = (plain(address) for each in of["interfaces"] for address in each["addresses"])
+            every = (address for each in of["interfaces"] for address in each["addresses"])
             addresses = [of["training"]["address"], of["address"], *filter(is_usable, every)]
             for address in list(dict.fromkeys(filter(None, addresses)))[:_MOST_ADDRESSES]:
                 targets.setdefault(way[0], []).append((way, [address, *of["services"]]))
@@ -208,37 +201,37 @@ class Examination:
         self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
     ) -> dict[Direction, Facts]:
         """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
-        found: dict[Direction, Facts] = {}
-        for a, b in pairs:
-            reach = [reached[a, b], reached[b, a]]
-            found[a, b] = {"machines": [a, b], "out": {}, "back": {}, "ways": [], "reach": reach}
-        active = [way if _open(reached[way]) else turned(way) for way in pairs]
-        more = {"do": "measure", "seconds": seconds}
-        for (a, b), told in self._ask_paths(active, reached, more).items():
-            out, back = ("out", "back") if a < b else ("back", "out")
-            found[min(a, b), max(a, b)] |= {"latency": told["latency"], out: told["out"], back: told["back"]}
-        for ways in (pairs, [turned(way) for way in pairs]):
-            for (a, b), told in self._ask_paths(ways, reached, {"do": "ways"}).items():
-                found[min(a, b), max(a, b)]["ways"] += [each | {"from": a, "to": b} for each in told]
+        backward = [turned(way) for way in pairs]
+        found = {
+            way: {"from": way[0], "to": way[1], "reach": reached[way], "others": []} for way in (*pairs, *backward)
+        }
+        peers = {way: self._peers(way, reached[way]) for way in found}
+        active = [way if peers[way] else turned(way) for way in pairs]
+        for way, told in self._ask_paths(active, peers, {"do": "measure", "seconds": seconds}).items():
+            found[way] |= told[0]
+            found[turned(way)] |= told[1]
+        for ways in (pairs, backward):
+            for way, told in self._ask_paths(ways, peers, {"do": "ways"}).items():
+                rated = zip(peers[way], told, strict=False)  # there are no rates if there is only one
+                found[way]["others"] = [{"interface": interface, "rate": rate} for interface, rate in rated]
+        return found
+
+    def _peers(self, way: Direction, tried: Sequence[Facts]) -> dict[str, list[Any]]:
+        """Return how the second machine is reached, by its interfaces: the one for training first."""
+        of, found = self._machines[way[1]], dict[str, list[Any]]()
+        for each in tried:
+            if each["state"] == "open":
+                interface = interface_of(each["address"], of["interfaces"]) or {"name": each["address"]}
+                found.setdefault(interface["name"], [each["address"], *of["services"]])
         return found
 
     def _ask_paths(
-        self, ways: Sequence[Direction], reached: dict[Direction, list[Facts]], question: Facts
+        self, ways: Sequence[Direction], peers: dict[Direction, dict[str, list[Any]]], question: Facts
     ) -> dict[Direction, Any]:
-        """Ask the first machine of each direction, where it connects to the second. Return the answers by direction."""
-        asked: dict[int, Direction] = {}
-        questions: dict[int, Any] = {}
-        for way in ways:
-            if used := _open(reached[way]):
-                asked[first := self._machines[way[0]]["first"]] = way
-                others = [each["address"] for each in reached[way] if each["state"] == "open"]
-                peer = [used["address"], *self._machines[way[1]]["services"]]
-                questions[first] = question | {"peer": peer, "interface": used["interface"], "addresses": others}
+        """Ask the first machine of each direction in which it can connect. Return the answers by direction."""
+        asked = {self._machines[way[0]]["first"]: way for way in ways if peers[way]}
+        questions = {first: question | {"peers": list(peers[way].values())} for first, way in asked.items()}
         return {asked[first]: told for first, told in self._leader.ask(questions, _LONG_SECONDS).items()}
-
-
-def _open(tried: Sequence[Facts]) -> Facts | None:
-    return next((each for each in tried if each["state"] == "open"), None)
 
 
 def tournament(count: int) -> list[list[Direction]]:
@@ -256,10 +249,9 @@ def better(before: Any, now: Any, key: str = "") -> Any:
     """Return what counts of two measurements of the same: of each number the better one, and of all else the later."""
     if before is None or now is None:
         return before if now is None else now
-    if key == "reach":
-        pairs = (zip(*each, strict=False) for each in zip(before, now, strict=True))
-        return [[old if old["state"] == "open" else new for old, new in each] for each in pairs]
     if isinstance(now, dict):
+        if before.get("state") == "open":
+            return before
         return {**before, **{name: better(before.get(name), now[name], name) for name in now}}
     if isinstance(now, list):
         return [better(*each) for each in zip(before, now, strict=True)] if len(before) == len(now) else now or before

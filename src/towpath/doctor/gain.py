@@ -29,13 +29,13 @@ def priced(facts: Mapping[str, Any], findings: Sequence[Finding], model: Model) 
     machines = [[device for rank in machine["ranks"] for device in rank["devices"]] for machine in facts["machines"]]
     every = sorted((device for devices in machines for device in devices), key=lambda device: device["flops"])
     bad = {pair for each in findings for pair in each.pairs if each.rate is not None}
-    good = [pair for pair in facts["pairs"] if tuple(pair["machines"]) not in bad]
-    rates = [pair[way]["together"] for pair in good for way in ("out", "back") if pair[way].get("together")]
+    good = [way for way in facts["ways"] if not {(way["from"], way["to"]), (way["to"], way["from"])} & bad]
+    rates = [way["together"] for way in good if way.get("together")]
     rates += [each.repaired for each in findings if each.repaired]
     if not (rates and all(machines)):
         return list(findings)
     healthy, usual = min(rates), every[len(every) // 2]
-    latency = max((pair["latency"] for pair in facts["pairs"] if "latency" in pair), default=1e-4)
+    latency = max((way["latency"] for way in facts["ways"] if "latency" in way), default=1e-4)
     topology = Topology(len(machines), min(map(len, machines)))
     precision = Precision() if usual["device"] == "cpu" else BF16
     request = Request(topology.world, _MEMORY_BYTES, precision, checkpointing=False, exact=False)

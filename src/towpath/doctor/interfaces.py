@@ -1,18 +1,16 @@
 """The network interfaces of this machine, and those that gloo and NCCL choose among them.
 
-The kernel answers through a socket, for the network of this process. Neither `ip` nor `ethtool` need be installed, and
-/sys, which shows the network in which it was mounted, is not read.
+The kernel answers through a socket, for the network of this process, so `ip` need not be installed. Only the speed of
+a cable is read in /sys: that shows the network in which it was mounted, which may have other interfaces.
 """
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
-import json
 import os
 import socket
 import struct
-import subprocess
 import threading
 from array import array
 from collections.abc import Sequence
@@ -22,138 +20,77 @@ from typing import Any
 
 Interface = dict[str, Any]
 
-_GET_ADDRESSES, _GET_FLAGS, _GET_MASK, _GET_MTU, _ETHTOOL = 0x8912, 0x8913, 0x891B, 0x8921, 0x8946
-_GET_SETTINGS, _GET_DRIVER = 1, 3  # commands of ethtool
-_UP, _LOOPBACK, _RUNNING = 0x1, 0x8, 0x40
-_REQUEST_BYTES = 40
-_MOST_ADDRESSES = 512
-_UNKNOWN_SPEED = (0, 0xFFFF, 0xFFFFFFFF)
-# Drivers whose speed is a constant, and says nothing of a cable.
-_VIRTUAL = {
-    "veth",
-    "bridge",
-    "tun",
-    "dummy",
-    "openvswitch",
-    "vxlan",
-    "virtio_net",
-    "vmxnet3",
-    "hv_netvsc",
-    "ena",
-    "gve",
-}
+_GET_ADDRESSES, _GET_FLAGS, _GET_MTU = 0x8912, 0x8913, 0x8921
+_UP = 0x1
+_REQUEST_BYTES, _MOST_ADDRESSES = 40, 512
+# Adapters of virtual machines: their speed is a constant, and says nothing of a cable. Bridges and tunnels have none.
+_VIRTUAL = ("virtio_net", "vmxnet3", "hv_netvsc", "ena", "gve")
 _RESOLVE_SECONDS = 4.0
 
 
 def interfaces() -> list[Interface]:
     """Return the interfaces that are up and have addresses, in the order of the kernel."""
+    found: list[Interface] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         addresses = _addresses(control)
-        wireless = _names_in("/proc/self/net/wireless")
-        counters = _counters()
-        return [
-            found | {"addresses": addresses[name], "wireless": name in wireless, "counters": counters.get(name, {})}
-            for _, name in socket.if_nameindex()
-            if name in addresses and (found := _described(control, name))["up"]
-        ]
+        for _, name in socket.if_nameindex():
+            flags = struct.unpack_from("H", _asked(control, _GET_FLAGS, name), 16)[0]
+            mtu = struct.unpack_from("i", _asked(control, _GET_MTU, name), 16)[0]
+            if flags & _UP and name in addresses:
+                known = {"name": name, "addresses": addresses[name], "mtu": mtu}
+                found.append(known | _cable(Path("/sys/class/net", name)))
+    return found
 
 
-def _described(control: socket.socket, name: str) -> Interface:
-    flags = struct.unpack_from("H", _asked(control, _GET_FLAGS, name), 16)[0]
-    mtu = struct.unpack_from("i", _asked(control, _GET_MTU, name), 16)[0]
-    driver = _ethtool(control, name, _GET_DRIVER, 256)[4:36].split(b"\0")[0].decode(errors="replace")
-    settings = _ethtool(control, name, _GET_SETTINGS, 64)
-    low, duplex, high = struct.unpack_from("H", settings, 12)[0], settings[14], struct.unpack_from("H", settings, 28)[0]
-    megabits = low | high << 16
-    known = driver not in _VIRTUAL and megabits not in _UNKNOWN_SPEED
-    return {
-        "name": name,
-        "up": bool(flags & _UP),
-        "carrier": bool(flags & _RUNNING),
-        "loopback": bool(flags & _LOOPBACK),
-        "mtu": mtu,
-        "driver": driver,
-        "megabits": megabits if known else None,
-        "duplex": {0: "half", 1: "full"}.get(duplex) if known else None,
-    }
+def _cable(folder: Path) -> Interface:
+    """Return what an adapter says of its cable: its speed, its duplex, and whether it is Wi-Fi instead."""
+    megabits, duplex = 0, None
+    with suppress(OSError):  # as long as nothing is plugged in
+        if (folder / "device/driver").exists() and (folder / "device/driver").resolve().name not in _VIRTUAL:
+            megabits, duplex = int((folder / "speed").read_text()), (folder / "duplex").read_text().strip()
+    return {"megabits": max(0, megabits) or None, "duplex": duplex, "wireless": (folder / "phy80211").exists()}
 
 
-def _asked(control: socket.socket, what: int, name: str, rest: bytes = b"") -> bytes:
-    request = name.encode().ljust(16, b"\0") + rest.ljust(_REQUEST_BYTES - 16, b"\0")
+def _asked(control: socket.socket, what: int, name: str) -> bytes:
     try:
-        return fcntl.ioctl(control, what, request)
-    except OSError:
+        return fcntl.ioctl(control, what, name.encode().ljust(_REQUEST_BYTES, b"\0"))
+    except OSError:  # it has gone since
         return bytes(_REQUEST_BYTES)
 
 
-def _ethtool(control: socket.socket, name: str, command: int, size: int) -> bytes:
-    buffer = array("B", struct.pack("I", command).ljust(size, b"\0"))
-    answer = _asked(control, _ETHTOOL, name, struct.pack("P", buffer.buffer_info()[0]))
-    return buffer.tobytes() if any(answer) else bytes(size)
-
-
 def _addresses(control: socket.socket) -> dict[str, list[str]]:
-    """Return the addresses of each interface with the length of their networks, such as 10.0.0.1/24."""
+    """Return the addresses of each interface, those of IPv4 first."""
     found: dict[str, list[str]] = {}
     buffer = array("B", bytes(_REQUEST_BYTES * _MOST_ADDRESSES))
     request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
     used = struct.unpack("iP", fcntl.ioctl(control, _GET_ADDRESSES, request))[0]
-    for at in range(0, used, _REQUEST_BYTES):
-        entry = buffer.tobytes()[at : at + _REQUEST_BYTES]
-        label = entry[:16].split(b"\0")[0].decode()
-        mask = _asked(control, _GET_MASK, label, entry[16:])
-        length = int.from_bytes(mask[20:24], "big").bit_count()
-        found.setdefault(label.partition(":")[0], []).append(f"{socket.inet_ntoa(entry[20:24])}/{length}")
+    for label, address in struct.iter_unpack("16s4x4s16x", buffer.tobytes()[:used]):
+        name = label.split(b"\0")[0].decode().partition(":")[0]
+        found.setdefault(name, []).append(socket.inet_ntoa(address))
     with suppress(OSError):
         for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
-            text, _, length, _, _, name = line.split()
-            found.setdefault(name, []).append(f"{ipaddress.IPv6Address(int(text, 16))}/{int(length, 16)}")
+            text, *_, name = line.split()
+            found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(text, 16))))
     return found
-
-
-def _names_in(path: str) -> dict[str, list[str]]:
-    """Return the words after each name in a table of /proc/net whose rows are `name: words`."""
-    with suppress(OSError):
-        rows = (line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line)
-        return {name.strip(): words.split() for name, words in rows}
-    return {}
-
-
-def _counters() -> dict[str, dict[str, int]]:
-    """Return how many packets each interface has lost since it exists, by reason, where there are any."""
-    places = {"rx errors": 2, "rx dropped": 3, "rx fifo": 4, "tx errors": 10, "tx dropped": 11, "collisions": 13}
-    table = {name: row for name, row in _names_in("/proc/self/net/dev").items() if len(row) > 14}
-    return {name: {what: int(row[at]) for what, at in places.items() if int(row[at])} for name, row in table.items()}
 
 
 # What is asked about them ---------------------------------------------------------------------------------------------
 
 
-def plain(address: str) -> str:
-    """Return an address without the length of its network."""
-    return address.partition("/")[0]
-
-
 def is_usable(address: str) -> bool:
     """Return whether another machine could use this address: it is neither a loopback nor only of one link."""
-    parsed = ipaddress.ip_address(plain(address))
+    parsed = ipaddress.ip_address(address)
     return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified)
 
 
-def is_loopback(address: str | None = None) -> bool:
+def is_loopback(address: str | None) -> bool:
     """Return whether it is an address at which only its own machine is reached."""
     return address is not None and ipaddress.ip_address(address).is_loopback
 
 
 def interface_of(address: str, found: Sequence[Interface]) -> Interface | None:
     """Return the interface that has this address."""
-    return next((each for each in found if plain(address) in map(plain, each["addresses"])), None)
-
-
-def is_near(address: str, interface: Interface) -> bool:
-    """Return whether an address is in a network of the interface, so that no router is between them."""
-    networks = (ipaddress.ip_interface(each).network for each in interface["addresses"])
-    return any(ipaddress.ip_address(address) in network for network in networks)
+    return next((each for each in found if address in each["addresses"]), None)
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -166,15 +103,6 @@ def source_towards(address: str) -> str | None:
     with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
         return probe.getsockname()[0]
-    return None
-
-
-def route_towards(address: str) -> str | None:
-    """Return the interface over which the kernel sends to an address, if `ip` tells."""
-    with suppress(OSError, ValueError, IndexError, KeyError, subprocess.TimeoutExpired):
-        command = ["ip", "-j", "route", "get", address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=False)
-        return json.loads(done.stdout)[0]["dev"]
     return None
 
 
@@ -199,24 +127,15 @@ def gloo_choice(found: Sequence[Interface]) -> dict[str, Any]:
     Without GLOO_SOCKET_IFNAME, it is the first address of the host name that belongs to this machine, or the loopback.
     """
     variable, name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
-    if len(variable) > 1:
-        named = next((each for each in found if each["name"] == variable), None)
-        address = plain(named["addresses"][0]) if named else None
-        return {"interface": variable, "address": address, "why": f"GLOO_SOCKET_IFNAME={variable}"}
+    if len(variable) > 1:  # as PyTorch reads it
+        return _choice(variable, found, f"GLOO_SOCKET_IFNAME={variable}")
     addresses = resolved(name)
-    for address in addresses:
-        if _is_own(address):
-            of = interface_of(address, found)
-            return {"interface": of["name"] if of else "lo", "address": address, "why": f"the host name {name}"}
-    why = f"the host name {name}, which stands for {', '.join(addresses) or 'no address'}"
-    return {"interface": "lo", "address": "127.0.0.1", "why": why}
-
-
-def _is_own(address: str) -> bool:
-    with suppress(OSError), socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
+    own = (each for each in addresses if is_loopback(each) or interface_of(each, found))
+    address, why = (
+        next(own, "127.0.0.1"),
+        f"the host name {name}, which stands for {', '.join(addresses) or 'no address'}",
+    )
+    return {"interface": (interface_of(address, found) or {"name": "lo"})["name"], "address": address, "why": why}
 
 
 def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
@@ -228,10 +147,13 @@ def nccl_choice(found: Sequence[Interface]) -> dict[str, Any]:
     # The kernel lists addresses of IPv4 before those of IPv6.
     names = [each["name"] for each in sorted(found, key=lambda each: ":" in each["addresses"][0])]
     rules = [variable] if variable else ["ib", "^docker,lo", "docker", "lo"]
-    chosen = next((name for rule in rules for name in names if _matches(name, rule)), None)
-    named = next((each for each in found if each["name"] == chosen), None)
-    why = f"NCCL_SOCKET_IFNAME={variable}" if variable else "NCCL's order of names"
-    return {"interface": chosen or variable, "address": plain(named["addresses"][0]) if named else None, "why": why}
+    chosen = next((name for rule in rules for name in names if _matches(name, rule)), variable)
+    return _choice(chosen, found, f"NCCL_SOCKET_IFNAME={variable}" if variable else "NCCL's order of names")
+
+
+def _choice(name: str, found: Sequence[Interface], why: str) -> dict[str, Any]:
+    address = next((each["addresses"][0] for each in found if each["name"] == name), None)
+    return {"interface": name, "address": address, "why": why}
 
 
 def _matches(name: str, rule: str) -> bool:

@@ -7,13 +7,13 @@ slow, but not because of its cable.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median_high, mode
 from typing import Any
 
 from towpath.doctor.findings import Finding, Severity, finding
-from towpath.doctor.interfaces import is_loopback, is_usable, plain
+from towpath.doctor.interfaces import is_loopback, is_usable
 
 Direction = tuple[int, int]
 
@@ -24,11 +24,7 @@ _HALF_DUPLEX = 0.65  # of what both directions carry alone, while both are in us
 OF_LOOPBACK = 0.4
 _LOST, _LOST_SHARE = 4, 0.003
 _CLOCK_SECONDS = 2.0
-# Causes that a busy machine can feign.
-OF_RATES = ("slow cable", "asymmetric rate", "slow pair", "half duplex", "slow rank")
-_VERSIONS = ("towpath", "torch", "nvidia-nccl", "driver")
-_SHARED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-_OWN_VARIABLES = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")
+_OWN = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # variables that may differ
 
 
 def judge(facts: Mapping[str, Any]) -> list[Finding]:
@@ -36,7 +32,7 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
     case = _Case(facts)
     # In this order: what an earlier check explains is not looked at by later ones.
     reachable = (_absent, _names, _unreachable, _shared_addresses)
-    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _versions, _variables, _clocks)
+    checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _differences, _clocks)
     found = [each for check in checks for each in check(case)]
     order = list(Severity)
     return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
@@ -45,6 +41,11 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
 def turned(way: Direction) -> Direction:
     """Return the other direction."""
     return way[1], way[0]
+
+
+def pairs_of(ways: Iterable[Direction]) -> tuple[Direction, ...]:
+    """Return the pairs of machines between which these directions are."""
+    return tuple(sorted({(min(way), max(way)) for way in ways}))
 
 
 def per_second(rate: float) -> str:
@@ -61,15 +62,7 @@ class _Blame:
 
     @property
     def both_ways(self) -> bool:
-        return any((b, a) in self.ways for a, b in self.ways)
-
-    @property
-    def first(self) -> Direction:
-        return min(self.ways)
-
-    @property
-    def pairs(self) -> tuple[Direction, ...]:
-        return tuple(sorted({(min(way), max(way)) for way in self.ways}))
+        return any(turned(way) in self.ways for way in self.ways)
 
 
 class _Case:
@@ -79,72 +72,37 @@ class _Case:
         self.facts = facts
         self.machines: list[dict[str, Any]] = facts["machines"]
         self.names: list[str] = [machine["name"] for machine in self.machines]
-        self.ways: dict[Direction, dict[str, Any]] = {}
-        self.reach: dict[Direction, list[dict[str, Any]]] = {}
-        for pair in facts["pairs"]:
-            a, b = pair["machines"]
-            self.reach[a, b], self.reach[b, a] = pair["reach"]
-            self.ways |= {way: told for way, told in (((a, b), pair["out"]), ((b, a), pair["back"])) if told}
+        every: dict[Direction, dict[str, Any]] = {(each["from"], each["to"]): each for each in facts["ways"]}
+        self.reach: dict[Direction, list[dict[str, Any]]] = {way: each["reach"] for way, each in every.items()}
+        self.ways = {way: each for way, each in every.items() if "alone" in each}  # those that were measured
         self.explained: set[Direction] = set()  # directions that a finding has explained
-        self.expected = self._expected()
 
     # What is known of a direction -------------------------------------------------------------------------------------
 
     def interface(self, machine: int, other: int) -> dict[str, Any]:
         """Return the interface over which a machine reaches another one, or is reached by it."""
-        tried = [(0, each) for each in self.reach.get((machine, other), [])]
-        tried += [(1, each) for each in self.reach.get((other, machine), [])]
-        from_there, used = next((way for way in tried if way[1]["state"] == "open"), (0, {"interface": None}))
+        names = [each["interface"] for each in self.reach.get((machine, other), []) if each["state"] == "open"]
+        addresses = [each["address"] for each in self.reach.get((other, machine), []) if each["state"] == "open"]
         for each in self.machines[machine]["interfaces"]:
-            own = list(map(plain, each["addresses"])) if from_there else [each["name"]]
-            if used["address" if from_there else "interface"] in own:
+            if each["name"] in names[:1] or (not names and {*addresses[:1]} & {*each["addresses"]}):
                 return each
-        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False, "counters": {}}
+        return {"name": "eth0", "mtu": None, "megabits": None, "duplex": None, "wireless": False}
 
     def text(self, way: Direction) -> str:
         """Return a direction with the interfaces at both ends, such as "node0 eth0 → node1 eth0"."""
         return " → ".join(f"{self.names[at]} {self.interface(at, to)['name']}" for at, to in (way, turned(way)))
 
-    def place(self, blame: _Blame) -> str:
-        """Return the words for where directions are bad."""
-        machine, *others = blame.machines
-        if others:
-            return self.text(blame.first).replace("→", "↔" if blame.both_ways else "→")
-        side = "" if blame.both_ways else "sending " if blame.first[0] == machine else "receiving "
-        cable = f"cable of {self.names[machine]} ({self.device(blame)})"
-        return f"the {side}side of the {cable}" if side else f"the {cable}"
-
-    def device(self, blame: _Blame) -> str:
-        """Return the interface of the first of those to blame."""
-        machine = blame.machines[0]
-        return self.interface(machine, next(end for end in blame.first if end != machine))["name"]
-
-    def carried(self, blame: _Blame) -> float:
-        """Return the bytes per second of the slowest direction, while both are in use."""
-        return min(self.ways[way]["together"] or self.ways[way]["alone"] for way in blame.ways)
-
     def limit(self, way: Direction) -> float:
         """Return the bytes per second up to which a direction is tested."""
         return OF_LOOPBACK * min(self.machines[end]["loopback"] for end in way)
 
-    def _expected(self) -> dict[Direction, float]:
-        """Return the bytes per second that each direction should carry, compared with whatever there is."""
-        count = len(self.machines)
-        alone = {way: told.get("alone") or 0.0 for way, told in self.ways.items()}
-        ends = [[rate for way, rate in alone.items() if way[end] == at] for at in range(count) for end in (0, 1)]
-        best = sorted(max(rates, default=0.0) for rates in ends)
-        found: dict[Direction, float] = {}
-        for way in self.ways:
-            sides = [(at, self.interface(at, to)) for at, to in (way, turned(way))]
-            speeds = [of["megabits"] for _, of in sides]
-            shapers = [self.machines[at]["shapers"].get(of["name"]) for at, of in sides]
-            usual = best[len(best) // 2]
-            if all(speeds):
-                usual = _PAYLOAD * min(speeds) * 1e6 / 8
-            elif count == 2 and all(shapers):
-                usual = max(usual, _PAYLOAD * max(shapers))
-            found[way] = min(usual, self.limit(way))
-        return found
+    def expected(self, way: Direction) -> float:
+        """Return the bytes per second that a direction should carry: what adapters say, or else what is usual here."""
+        speeds = [self.interface(*end)["megabits"] for end in (way, turned(way))]
+        alone = [(each, told["alone"]) for each, told in self.ways.items()]
+        ends = [[rate for each, rate in alone if each[end] == at] for at in range(len(self.machines)) for end in (0, 1)]
+        usual = median_high(max(rates, default=0.0) for rates in ends)
+        return min(_PAYLOAD * min(speeds) * 1e6 / 8 if all(speeds) else usual, self.limit(way))
 
     # Who is behind it -------------------------------------------------------------------------------------------------
 
@@ -165,42 +123,44 @@ class _Case:
                 if mine[machine] and mine[machine] <= left:
                     found.append(_Blame((machine,), mine[machine]))
                     left -= mine[machine]
-        for pair in sorted({(min(way), max(way)) for way in left}):
+        for pair in pairs_of(left):
             ways = frozenset(way for way in left if set(way) == set(pair))
             found.append(_Blame(pair if len(ways) > 1 else min(ways), ways))
         return found
 
-    def named(self, blame: _Blame) -> tuple[str, ...]:
-        """Return the names of those to blame. Of a pair, it is the one that says so itself."""
-        hinting = [at for at in blame.machines if len(blame.machines) == 2 and self.hints(at, sum(blame.machines) - at)]
-        machines = hinting if len(hinting) == 1 else blame.machines
-        return tuple(self.names[machine] for machine in machines)
-
     def hints(self, machine: int, other: int) -> list[str]:
         """Return what a machine itself says that is wrong with its end of a cable, and right with the other end."""
         mine, theirs = self.interface(machine, other), self.interface(other, machine)
-        own, usual = self.machines[machine]["shapers"].get(mine["name"], 0.0), self.expected.get((machine, other), 0.0)
-        errors = {what: count for what, count in mine["counters"].items() if "errors" in what or what == "collisions"}
         found = {
-            f"runs at {mine['megabits']} Mbit/s": (mine["megabits"] or 0) < (theirs["megabits"] or 0)
-            and mine["megabits"],
+            f"runs at {mine['megabits']} Mbit/s": 0 < (mine["megabits"] or 0) < (theirs["megabits"] or 0),
             "is at half duplex": mine["duplex"] == "half",
-            f"has a queue that limits what it sends to {per_second(own)} (tc qdisc)": 0 < own < _SLOW * usual,
             "is Wi-Fi": mine["wireless"] and not theirs["wireless"],
-            f"counts {errors}": errors and not set(errors) & set(theirs["counters"]),
         }
         return [f"{self.names[machine]}: {mine['name']} {text}" for text, holds in found.items() if holds]
 
-    def on_cable(self, key: str, blame: _Blame, evidence: Iterator[str], **more: Any) -> Finding:
-        """Return a finding about directions, which it explains. Its evidence ends with what the machines say."""
+    def on_cable(self, key: str, blame: _Blame, repaired: float | None, **words: Any) -> Finding:
+        """Return a finding about directions, which it explains. Of a pair, the machine is named that says so itself."""
         self.explained |= {way for at in blame.ways for way in (at, turned(at))}
-        hints = dict.fromkeys(
-            hint for way in sorted(blame.ways) for end in (way, turned(way)) for hint in self.hints(*end)
-        )
-        rate, repaired = self.carried(blame), more.pop("repaired", None)
-        words = {"device": self.device(blame), "target": self.machines[blame.first[1]]["address"], **more}
-        facts = {"pairs": blame.pairs, "rate": rate, "repaired": repaired}
-        return finding(key, self.named(blame), self.place(blame), [*evidence, *hints], facts=facts, **words)
+        ways, first = sorted(blame.ways), min(blame.ways)
+        carried = [self.ways[way]["together"] or self.ways[way]["alone"] for way in ways]
+        evidence = [
+            f"{self.text(way)}: {per_second(self.ways[way]['alone'])}, expected {per_second(self.expected(way))}"
+            + (f"; {per_second(rate)} while the other direction is in use" if key == "half duplex" else "")
+            for way, rate in zip(ways, carried, strict=True)
+        ]
+        hints = dict.fromkeys(hint for way in ways for end in (way, turned(way)) for hint in self.hints(*end))
+        machine, *others = blame.machines
+        device = self.interface(machine, next(end for end in first if end != machine))["name"]
+        hinting = [at for at in blame.machines if others and self.hints(at, sum(first) - at)]
+        if others:
+            where = self.text(first).replace("→", "↔" if blame.both_ways else "→")
+        else:
+            side = "" if blame.both_ways else "sending " if first[0] == machine else "receiving "
+            where = f"the {side}{'side of the ' if side else ''}cable of {self.names[machine]} ({device})"
+        words |= {"device": device, "target": self.machines[first[1]]["address"]}
+        facts = {"pairs": pairs_of(ways), "rate": min(carried), "repaired": repaired}
+        names = [self.names[at] for at in (hinting if len(hinting) == 1 else blame.machines)]
+        return finding(key, names, where, [*evidence, *hints], facts=facts, **words)
 
     def exports(self, machine: int, name: str | None = None) -> str:
         """Return the line that names the interface of a machine: `name`, or that with which it is reached."""
@@ -228,53 +188,44 @@ def _names(case: _Case) -> Iterator[Finding]:
     """Find machines whose gloo listens where no other machine reaches it, because of their name or a variable."""
     for machine, told in enumerate(case.machines if len(case.machines) > 1 else ()):
         name, gloo = case.names[machine], told["gloo"]
-        by_name = gloo["why"].startswith("the host name") and is_loopback(gloo["address"])
         words = {"exports": case.exports(machine), "host": told["host"], "address": told["address"]}
-        if by_name or is_loopback(*told["names"][:1]):
-            key = "hosts entry" if by_name else "hosts entry, unused"
+        if gloo["why"].startswith("the host name") and is_loopback(gloo["address"]):
             evidence = [f"gloo listens at {gloo['address']}, by {gloo['why']}"]
-            names = ", ".join(told["names"]) or "no address"
-            yield finding(key, [name], f"/etc/hosts of {name}", evidence, names=names, **words)
-        for library in ("gloo", "nccl") if told["on_gpus"] else ("gloo",):
-            if told[library]["address"] is None:
-                there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
-                yield finding("variable", [name], f"{told[library]['why']} on {name}", [there], **words)
+            yield finding("hosts entry", [name], f"/etc/hosts of {name}", evidence, listens=gloo["address"], **words)
+        if told["training"]["address"] is None:
+            there = "it has " + ", ".join(each["name"] for each in told["interfaces"])
+            yield finding("variable", [name], f"{told['training']['why']} on {name}", [there], **words)
 
 
 def _unreachable(case: _Case) -> Iterator[Finding]:
     """Find directions in which no connection is made at all, and addresses for training that others do not reach."""
     dead = {way for way, tried in case.reach.items() if tried and all(each["state"] != "open" for each in tried)}
     for blame in case.blame(dead, case.reach):
-        way, both = blame.first, blame.both_ways and len(blame.machines) > 1
-        states = Counter(each["state"] for each in case.reach[way] if each["state"] != "own")
-        state = states.most_common(1)[0][0] if states else "own"
+        way, both = min(blame.ways), blame.both_ways and len(blame.machines) > 1
+        state = mode([each["state"] for each in case.reach[way] if each["state"] != "own"] or ["own"])
         here = state in ("forbidden here", "no route")
         guilty = blame.machines if both or len(blame.machines) == 1 else (way[0] if here else way[1],)
         sender, receiver = (case.names[end] for end in way)
-        yield finding(
-            "firewall, here" if here else "firewall",
-            [case.names[machine] for machine in guilty],
-            ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways)),
-            [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]],
-            facts={"pairs": blame.pairs},
-            sender=sender,
-            receiver=receiver,
-            state=state,
-            address=case.machines[way[0]]["address"],
-            target=case.machines[way[1]]["address"],
-            how="neither can connect to the other" if both else f"{receiver} can connect to {sender}",
-        )
+        how = "neither can connect to the other" if both else f"{receiver} can connect to {sender}"
+        address, target = (case.machines[end]["address"] for end in way)
+        words = {"sender": sender, "receiver": receiver, "state": state, "how": how, "address": address}
+        where = ", ".join(f"{case.names[a]} → {case.names[b]}" for a, b in sorted(blame.ways))
+        evidence = [f"{sender} → {each['address']}: {each['state']}" for each in case.reach[way]]
+        names, key = [case.names[machine] for machine in guilty], "firewall, here" if here else "firewall"
+        facts = {"pairs": pairs_of(blame.ways)}
+        yield finding(key, names, where, evidence, facts=facts, target=target, **words)
         case.explained |= {at for each in blame.ways for at in (each, turned(each))}
     for machine, told in enumerate(case.machines):
         used, name = told["training"], case.names[machine]
-        tried = {way: case.reach[way][0]["state"] for way in case.reach.keys() - dead if way[1] == machine}
-        failed = {way: state for way, state in tried.items() if state != "open"}
+        # The first address is that for training. Nothing was tried if the other machine was lost.
+        tried = {way: each[0]["state"] for way, each in case.reach.items() if each and way[1] == machine}
+        failed = {way: state for way, state in tried.items() if state != "open" and way not in dead}
         if failed and used["address"] and not is_loopback(used["address"]) and "own" not in failed.values():
             evidence = [
                 f"{name} chooses it by {used['why']}",
                 *(f"{case.names[a]}: {s}" for (a, _), s in failed.items()),
             ]
-            where, facts = f"{name} {used['interface']}", {"pairs": tuple((min(way), max(way)) for way in failed)}
+            where, facts = f"{name} {used['interface']}", {"pairs": pairs_of(failed)}
             words = {"address": used["address"], "exports": case.exports(machine)}
             yield finding("interface, unreachable", [name], where, evidence, facts=facts, **words)
 
@@ -284,14 +235,13 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
     owners: dict[str, list[tuple[int, str]]] = {}
     for machine, told in enumerate(case.machines):
         for each in told["interfaces"]:
-            for address in filter(is_usable, map(plain, each["addresses"])):
+            for address in filter(is_usable, each["addresses"]):
                 owners.setdefault(address, []).append((machine, each["name"]))
     for address, shared in owners.items():
         machines = sorted({machine for machine, _ in shared})
         told = [case.machines[machine] for machine in machines]
         users = [each for each in told if each["training"]["address"] == address]
-        variables = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if told[0]["on_gpus"] else [])]
-        named = all(each["environment"].get(variable) for each in told for variable in variables)
+        named = all("SOCKET_IFNAME" in each["training"]["why"] for each in told)
         if len(machines) > 1 and (users or not named):
             yield finding(
                 "shared address" if users else "shared address, unused",
@@ -308,26 +258,20 @@ def _shared_addresses(case: _Case) -> Iterator[Finding]:
 
 def _packets(case: _Case) -> Iterator[Finding]:
     """Find paths that lose large packets without a word, and MTUs that differ."""
-    stalling = [way for way, told in case.ways.items() if told.get("stalls")]
-    holes = [way for way in stalling if (case.ways[way]["packet"] or 0) < case.ways[way]["mtu"]]
+    holes = [way for way, told in case.ways.items() if told["stalls"]]
     for blame in case.blame(holes):
         sizes = [case.ways[way]["packet"] for way in blame.ways if case.ways[way]["packet"]]
-        evidence = (f"{case.text(way)}: largest packet {case.ways[way]['packet']} bytes" for way in sorted(blame.ways))
-        words = {"passes": min(sizes, default=1280), "mtu": case.ways[blame.first]["mtu"]}
-        yield case.on_cable("mtu", blame, evidence, repaired=case.carried(blame) or None, **words)
+        mtu = case.ways[min(blame.ways)]["mtu"]
+        rate = min(case.ways[way]["alone"] for way in blame.ways) or None
+        yield case.on_cable("mtu", blame, rate, passes=min(sizes, default=1280), mtu=mtu)
     used = {at: case.interface(at, to) for at, to in case.ways}
-    usual = _usual([of["mtu"] for of in used.values()])
+    usual = mode([of["mtu"] for of in used.values()] or [None])
     odd = [machine for machine, of in used.items() if of["mtu"] != usual and not holes]
     if odd:
         evidence = [f"{case.names[machine]} {of['name']}: {of['mtu']} bytes" for machine, of in sorted(used.items())]
         where = ", ".join(f"{case.names[machine]} {used[machine]['name']}" for machine in odd)
         names = [case.names[machine] for machine in odd]
         yield finding("mtu, differs", names, where, evidence, device=used[odd[0]]["name"], usual=usual)
-
-
-def _usual(values: Sequence[Any]) -> Any:
-    """Return the most frequent value. Of equally frequent ones, it is the first."""
-    return Counter(values).most_common(1)[0][0] if values else None
 
 
 def _losses(case: _Case) -> Iterator[Finding]:
@@ -338,68 +282,42 @@ def _losses(case: _Case) -> Iterator[Finding]:
     ]
     healthy = [case.ways[way]["together"] for way in case.ways if way not in bad]
     for blame in case.blame(bad):
-        evidence = (
-            f"{case.text(way)}: {shares[way]:.2%} of {case.ways[way]['datagrams']} small datagrams; TCP carries "
-            f"{per_second(case.ways[way]['alone'])}"
-            for way in sorted(blame.ways)
-        )
-        share = max(shares[way] for way in blame.ways)
-        yield case.on_cable("loss", blame, evidence, repaired=max(healthy, default=None), share=share)
+        yield case.on_cable("loss", blame, max(healthy, default=None), share=max(shares[way] for way in blame.ways))
 
 
 def _interfaces(case: _Case) -> Iterator[Finding]:
-    """Find machines that have a faster interface than the one that training uses."""
-    # By cause, the interface in use and the faster one: the machines, and an example of a direction with its rates.
-    better: dict[tuple[str, str, str], dict[int, tuple[Direction, float, float]]] = {}
-    found: set[Direction] = set()
-    for pair in case.facts["pairs"]:
-        a, b = pair["machines"]
-        for way in ((a, b), (b, a)):
-            tried = [each for each in pair["ways"] if (each["from"], each["to"]) == way and way not in case.explained]
-            used, best = (tried[0], max(tried, key=lambda each: each["rate"])) if tried else ({}, {})
-            if not tried or used["rate"] > case.limit(way) or best["rate"] < _FASTER_WAY * used["rate"]:
-                continue
-            found |= {way, turned(way)}
-            # What is sent follows the address. So the receiver's address is wrong, or else the sender's route.
-            key, machine, now, new = "interface, route", way[0], used["interface"], best["interface"]
-            if best["address"] != used["address"]:
-                key, machine, told = "interface", way[1], case.machines[way[1]]
-                at = (each["name"] for each in told["interfaces"] if best["address"] in map(plain, each["addresses"]))
-                now, new = told["training"]["interface"], next(at)
-            better.setdefault((key, now, new), {})[machine] = way, used["rate"], best["rate"]
-    case.explained |= found
-    for (key, now, new), machines in better.items():
-        slow, fast = min((rates[1:] for rates in machines.values()), key=lambda rates: rates[0])
+    """Find machines that are reached faster over another interface than the one that training uses."""
+    # By the interface in use and the faster one: the directions, with both rates.
+    better: dict[tuple[str, str], list[tuple[Direction, float, float]]] = {}
+    for way, told in case.ways.items():
+        if told["others"] and way not in case.explained:
+            used, best = told["others"][0], max(told["others"], key=lambda each: each["rate"])
+            if used["rate"] <= case.limit(way) and best["rate"] > _FASTER_WAY * used["rate"]:
+                key = used["interface"], best["interface"]
+                better.setdefault(key, []).append((way, used["rate"], best["rate"]))
+    for (now, name), found in better.items():
+        case.explained |= {at for way, *_ in found for at in (way, turned(way))}
+        machines = sorted({receiver for (_, receiver), *_ in found})
+        names, (_, slow, fast) = [case.names[at] for at in machines], min(found, key=lambda each: each[1])
         evidence = [
-            f"{case.text(way)}: {per_second(before)} over {now}, {per_second(after)} over {new}"
-            for way, before, after in machines.values()
+            *(f"{case.text(way)}: {per_second(old)} to {now}, {per_second(new)} to {name}" for way, old, new in found),
+            *(f"{now} is chosen by {case.machines[at]['training']['why']}" for at in machines),
         ]
-        reasons = (case.machines[machine]["training"]["why"] for machine in machines)
-        evidence += [f"{now} is chosen by {why}" for why in reasons if key == "interface"]
-        names, where = [case.names[machine] for machine in machines], " and ".join(case.names[at] for at in machines)
-        pairs = tuple(sorted({(min(way), max(way)) for way, *_ in machines.values()}))
-        target = case.machines[next(iter(machines.values()))[0][1]]["address"]
-        words = {"now": now, "name": new, "times": fast / max(slow, 1.0), "target": target}
-        words["exports"] = "\n".join(case.exports(machine, new) for machine in machines)
-        facts = {"pairs": pairs, "rate": slow, "repaired": fast}
-        yield finding(key, names, f"{where} {now}", evidence, facts=facts, **words)
+        exports = "\n".join(case.exports(at, name) for at in machines)
+        facts = {"pairs": pairs_of(way for way, *_ in found), "rate": slow, "repaired": fast}
+        words = {"now": now, "name": name, "times": fast / max(slow, 1.0), "exports": exports}
+        yield finding("interface", names, f"{' and '.join(names)} {now}", evidence, facts=facts, **words)
 
 
 def _cables(case: _Case) -> Iterator[Finding]:
     """Find cables, directions and pairs that carry less than they should."""
     alone = {way: told["alone"] for way, told in case.ways.items() if way not in case.explained}
-    expected = case.expected
-    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * expected[way]]):
+    for blame in case.blame([way for way, rate in alone.items() if rate < _SLOW * case.expected(way)]):
         key = "slow cable" if blame.both_ways else "asymmetric rate"
         if len(case.machines) > 2 and len(blame.machines) > 1:
             key = "slow pair"
-        usual = min(expected[way] for way in blame.ways)
-        evidence = (
-            f"{case.text(way)}: {per_second(alone[way])}, expected {per_second(expected[way])}"
-            for way in sorted(blame.ways)
-        )
-        words = {"slow": per_second(min(alone[way] for way in blame.ways)), "usual": per_second(usual)}
-        yield case.on_cable(key, blame, evidence, repaired=usual, **words)
+        usual, slow = min(map(case.expected, blame.ways)), min(alone[way] for way in blame.ways)
+        yield case.on_cable(key, blame, usual, slow=per_second(slow), usual=per_second(usual))
 
 
 def _duplex(case: _Case) -> Iterator[Finding]:
@@ -411,12 +329,7 @@ def _duplex(case: _Case) -> Iterator[Finding]:
         if together < _HALF_DUPLEX * alone < _HALF_DUPLEX * 2 * case.limit(way):
             bad.add(way)
     for blame in case.blame(bad):
-        told = {way: case.ways[way] for way in sorted(blame.ways)}
-        evidence = (
-            f"{case.text(way)}: {per_second(each['alone'])} alone, {per_second(each['together'])} with the other one"
-            for way, each in told.items()
-        )
-        yield case.on_cable("half duplex", blame, evidence, repaired=min(each["alone"] for each in told.values()))
+        yield case.on_cable("half duplex", blame, min(case.ways[way]["alone"] for way in blame.ways))
 
 
 # Machines and ranks ---------------------------------------------------------------------------------------------------
@@ -424,56 +337,39 @@ def _duplex(case: _Case) -> Iterator[Finding]:
 
 def _ranks(case: _Case) -> Iterator[Finding]:
     """Find ranks that compute or copy slower than the others."""
-    ranks = [(m, rank["rank"], rank.get("devices") or []) for m in case.machines for rank in m["ranks"]]
-    every = [device for *_, devices in ranks for device in devices]
-    usual = {key: sorted(each[key] for each in every)[len(every) // 2] for key in ("flops", "copied") if every}
-    slow: dict[str, list[tuple[int, Any]]] = {}
-    for machine, rank, devices in ranks:
-        name = machine["name"]
-        for each in devices:
-            if each["flops"] < _SLOW_RANK * usual["flops"] or each["copied"] < _SLOW_COPIES * usual["copied"]:
-                slow.setdefault(name, []).append((rank, each))
+    every = [
+        (machine, rank["rank"], device)
+        for machine in case.machines
+        for rank in machine["ranks"]
+        for device in rank["devices"]
+    ]
+    usual = {key: median_high(device[key] for *_, device in every) for key in ("flops", "copied") if every}
+    slow: dict[str, list[tuple[Any, int, Any]]] = {}
+    for machine, rank, device in every:
+        if device["flops"] < _SLOW_RANK * usual["flops"] or device["copied"] < _SLOW_COPIES * usual["copied"]:
+            slow.setdefault(machine["name"], []).append((machine, rank, device))
     for name, found in slow.items():
-        told = case.machines[case.names.index(name)]
-        worst = min((each for _, each in found), key=lambda each: each["flops"])
+        machine, _, worst = min(found, key=lambda each: each[2]["flops"])
         evidence = [
             *(f"{key}: {worst[key] / 1e9:.4g} · 10⁹ a second, others {usual[key] / 1e9:.4g}" for key in usual),
-            f"{worst['device']}, {worst['threads']} threads, {told['cores']} cores, load {told['load']:.1f}",
+            f"{worst['device']}, {worst['threads']} threads, load {machine['load']:.1f}",
         ]
-        where, share = f"rank {', '.join(str(rank) for rank, _ in found)} on {name}", worst["flops"] / usual["flops"]
-        yield finding("slow rank", [name], where, evidence, facts={"flops": worst["flops"]}, share=share)
+        where = f"rank {', '.join(str(rank) for _, rank, _ in found)} on {name}"
+        facts, share = {"flops": worst["flops"]}, worst["flops"] / usual["flops"]
+        yield finding("slow rank", [name], where, evidence, facts=facts, share=share)
 
 
-def _differing(case: _Case, told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str], list[str], Any]]:
-    """Yield what differs between machines: its name, the machines that differ from most, all values, the first."""
-    for name in sorted({name for each in told for name in each}, key=lambda name: (name.count(","), name)):
-        values = [each.get(name) for each in told]
-        odd = [machine for machine, value in zip(case.names, values, strict=True) if value != _usual(values)]
-        if odd:
-            lines = [f"{machine}: {value or 'not there'}" for machine, value in zip(case.names, values, strict=True)]
-            yield name, odd, lines, values[0]
-
-
-def _versions(case: _Case) -> Iterator[Finding]:
-    imported = [{rank["torch"] for rank in machine["ranks"] if rank.get("torch")} for machine in case.machines]
-    told = [
-        machine["versions"] | ({"torch, imported": ", ".join(sorted(found))} if found else {})
-        for machine, found in zip(case.machines, imported, strict=True)
-    ]
-    seen: set[tuple[str, ...]] = set()
-    for package, odd, lines, first in _differing(case, told):
-        name = package.partition(",")[0]
-        if package.startswith(_VERSIONS) and (name, *odd) not in seen:
-            seen.add((name, *odd))
-            key = "version, driver" if name == "driver" else "version"
-            yield finding(key, odd, f"{package} on {', '.join(odd)}", lines, package=package, name=name, version=first)
-
-
-def _variables(case: _Case) -> Iterator[Finding]:
-    for name, odd, lines, _ in _differing(case, [machine["environment"] for machine in case.machines]):
-        of_machine = any(word in name for word in _OWN_VARIABLES) and not any("not there" in line for line in lines)
-        if name.startswith(_SHARED_VARIABLES) and not of_machine:
-            yield finding("environment", odd, f"{name} on {', '.join(odd)}", lines, name=name)
+def _differences(case: _Case) -> Iterator[Finding]:
+    """Find versions and variables that are not the same on all machines."""
+    for kind in ("versions", "environment"):
+        told = [machine[kind] for machine in case.machines]
+        for name in sorted({name for each in told for name in each if not any(word in name for word in _OWN)}):
+            values = {machine: each.get(name) for machine, each in zip(case.names, told, strict=True)}
+            usual = mode(values.values())
+            if odd := [machine for machine, value in values.items() if value != usual]:
+                lines = [f"{machine}: {value or 'not there'}" for machine, value in values.items()]
+                key = "environment" if kind == "environment" else "version, driver" if name == "driver" else "version"
+                yield finding(key, odd, f"{name} on {', '.join(odd)}", lines, name=name, version=usual)
 
 
 def _clocks(case: _Case) -> Iterator[Finding]:

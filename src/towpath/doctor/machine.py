@@ -3,48 +3,41 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
-import platform
 import re
-import socket
-import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from towpath.doctor.interfaces import Interface, gloo_choice, interfaces, nccl_choice, resolved
+from towpath.doctor.interfaces import Interface, gloo_choice, interfaces, nccl_choice
 from towpath.version import __version__
 
 _PACKAGES = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_VARIABLES = re.compile(r"(NCCL|GLOO|TORCH_NCCL|UCX|OMP|MKL|CUDA)_\w+")
+_VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 
 def machine_facts() -> dict[str, Any]:
     """Return what this machine reports, as JSON."""
     found = interfaces()
-    gloo, nccl = gloo_choice(found), nccl_choice(found)
+    gloo = gloo_choice(found)
     on_gpus = _DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
     return {
         "interfaces": found,
         "gloo": gloo,
-        "nccl": nccl,
-        "training": nccl if on_gpus else gloo,
-        "on_gpus": on_gpus,
-        "names": resolved(socket.gethostname()),
+        "training": nccl_choice(found) if on_gpus else gloo,
         "versions": _versions(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)},
-        "cores": len(os.sched_getaffinity(0)),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
         "load": os.getloadavg()[0],
-        "shapers": _shapers(),
         "notes": [*_adapters(found)],
+        "clock": time.time(),
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {"towpath": __version__, "python": platform.python_version(), "kernel": platform.release()}
+    found = {"towpath": __version__}
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
@@ -53,21 +46,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _shapers() -> dict[str, float]:
-    """Return the bytes per second to which a queue of this machine limits an interface, as far as `tc` tells."""
-    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-        done = subprocess.run(["tc", "-j", "qdisc", "show"], capture_output=True, text=True, timeout=5, check=False)
-        rows = [row for row in json.loads(done.stdout or "[]") if "rate" in row.get("options", {})]
-        return {row["dev"]: row["options"]["rate"] for row in rows}
-    return {}
-
-
 # What cannot be tested from here, with the symptom that it is known for -----------------------------------------------
 
 
 def _adapters(found: Sequence[Interface]) -> Iterator[str]:
     """Yield what NUMA nodes, the IOMMU and addresses for RDMA may do."""
-    pci = [path for path in _listed("/sys/bus/pci/devices") if _word(path / "vendor") == "0x10de"]
+    pci = [path for path in Path("/sys/bus/pci/devices").glob("*") if _word(path / "vendor") == "0x10de"]
     gpus = [_word(path / "numa_node") for path in pci if (_word(path / "class") or "").startswith("0x03")]
     for interface in found:
         node = _word(Path("/sys/class/net", interface["name"], "device/numa_node"))
@@ -76,23 +60,18 @@ def _adapters(found: Sequence[Interface]) -> Iterator[str]:
                 f"{interface['name']} is on NUMA node {node}, and {far} of {len(gpus)} GPUs are not. Symptom: these "
                 "reach about half the rate. Bind ranks to the node of their GPU (numactl)."
             )
-    if gpus and (groups := len(_listed("/sys/kernel/iommu_groups"))):
+    if gpus and (groups := len([*Path("/sys/kernel/iommu_groups").glob("*")])):
         yield (
             f"The IOMMU is on ({groups} groups). Symptom with ACS: GPUs of a machine exchange data at a fraction of "
             "PCIe's rate, or hang. `sudo lspci -vvv | grep ACSCtl` must show no SrcValid+ at bridges."
         )
-    for adapter in _listed("/sys/class/infiniband"):
-        kinds = {path.name: kind for path in _listed(adapter / "ports/1/gid_attrs/types") if (kind := _word(path))}
+    for adapter in sorted(Path("/sys/class/infiniband").glob("*")):
+        paths = (adapter / "ports/1/gid_attrs/types").glob("*")
+        kinds = {path.name: kind for path in sorted(paths) if (kind := _word(path))}
         yield (
             f"{adapter.name} has the GIDs {kinds}. Symptom of a wrong one: NCCL fails in ibv_modify_qp, or times out. "
             "NCCL_IB_GID_INDEX chooses it; take one of RoCE v2."
         )
-
-
-def _listed(folder: str | Path) -> list[Path]:
-    with suppress(OSError):
-        return sorted(Path(folder).iterdir())
-    return []
 
 
 def _word(path: Path) -> str | None:

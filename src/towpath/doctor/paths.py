@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import random
-import secrets
 import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from towpath.doctor.channels import SHORT_BYTES, Channel, state_of
-from towpath.doctor.interfaces import Interface, family_of, interface_of, interfaces, is_near, route_towards
+from towpath.doctor.channels import Channel, state_of
+from towpath.doctor.interfaces import Interface, family_of, interface_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
 
-_ECHOES, _ECHO_SECONDS, _WAY_SECONDS = 200, 0.3, 0.4
-_DATAGRAMS, _DATAGRAM_BYTES, _DATAGRAM_SECONDS = 2000, 200, 1.5
-_BURST, _MOST_UNDER_WAY, _SILENT_SECONDS = 40, 120, 0.5
-_LEAST_PACKET_BYTES, _PACKET_STEP_BYTES, _TRIES = 576, 4, 3
-_MOST_PACKET_BYTES = 1 << 14  # larger ones are only on loopbacks
+_ECHOES, _ECHO_SECONDS = 200, 0.3
+_DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
+# How long answers are awaited: after a burst before the next one is sent, and after the last one.
+_PAUSE_SECONDS, _SILENT_SECONDS = 0.03, 0.5
+# Packets that pass where larger ones are lost: behind switches without jumbo frames, and in common kinds of tunnels.
+_PACKETS = (8951, 1500, 1492, 1476, 1460, 1450, 1420, 1400, 1380, 1340, 1300, 1280, 576)
+_TRY_SECONDS = 0.2
 _TCP_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
-_HEADER_BYTES = {socket.AF_INET: 28, socket.AF_INET6: 48}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,15 @@ class Peer:
         address: The address.
         port: The port of its services.
         token: What its services expect, since others may have the same address.
-        interface: The interface over which packets leave this machine. By default, the kernel's route decides.
     """
 
     address: str
     port: int
     token: str
-    interface: str | None = None
 
     def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Channel:
         """Return a connection to one of its services."""
-        link = Channel.to(self.address, self.port, segment=segment, interface=self.interface)
+        link = Channel.to(self.address, self.port, segment)
         try:
             link.send({"token": self.token, "do": what, **more})
             link.receive()
@@ -61,13 +59,13 @@ def reach(peers: Sequence[Peer], own: Sequence[Interface]) -> list[dict[str, Any
     """Try to connect to all of them at the same time. Return how each attempt ended, and over which interface."""
 
     def attempt(peer: Peer) -> dict[str, Any]:
-        found: dict[str, Any] = {"address": peer.address, "interface": peer.interface, "state": "open"}
+        found: dict[str, Any] = {"address": peer.address, "interface": None, "state": "open"}
         if interface_of(peer.address, own) is not None:
             return found | {"state": "own"}  # it never leaves this machine
         try:
             with peer.ask("reach") as link:
                 of = interface_of(link.here, own)
-                return found | {"interface": route_towards(peer.address) or (of["name"] if of else None)}
+                return found | {"interface": of["name"] if of else None}
         except OSError as error:
             return found | {"state": state_of(error)}
 
@@ -75,52 +73,30 @@ def reach(peers: Sequence[Peer], own: Sequence[Interface]) -> list[dict[str, Any
         return list(pool.map(attempt, peers))
 
 
-def other_ways(peer: Peer, interface: str | None, addresses: Sequence[str]) -> list[dict[str, Any]]:
-    """Measure what leaves over other interfaces of this machine than that for training, if there are any.
-
-    Args:
-        peer: The other machine, at the address for training.
-        interface: The interface over which it is reached there.
-        addresses: All addresses at which it is reached.
-
-    Returns:
-        Rates, by interface and address: first that of the interface for training.
-    """
-    own = [each for each in interfaces() if not each["loopback"] and each["carrier"]]
-    used = interface, peer.address
-    others = [(each["name"], address) for each in own for address in addresses if is_near(address, each)]
-    ways = [used, *(way for way in others if way != used)]
-    peers = [peer, *(replace(peer, address=address, interface=name) for name, address in ways[1:])]
-    return [
-        {"interface": name, "address": address, "rate": rates(each, ("out",), _WAY_SECONDS)["out"]}
-        for (name, address), each in zip(ways, peers, strict=True)
-        if len(ways) > 1
-    ]
-
-
-def measure(peer: Peer, seconds: float) -> dict[str, Any]:
-    """Measure one path: latency, loss, the largest packet, and the rate of each direction alone and of both together.
+def measure(peer: Peer, seconds: float) -> list[dict[str, Any]]:
+    """Measure latency, loss, the largest packet, and the rate of each direction alone and of both together.
 
     Args:
         peer: The other machine.
         seconds: How long each rate is measured.
+
+    Returns:
+        What was measured on the way out, and on the way back.
     """
-    (latency, mtu), segment = _latency(peer), None
-    told: dict[str, dict[str, Any]] = {"out": {"mtu": mtu}, "back": {"mtu": mtu}}
-    with _Datagrams(peer, latency) as datagrams:
-        losses = datagrams.losses()
-        for backward, way in enumerate(told):
-            packet = datagrams.largest_packet(mtu, bool(backward)) if losses else None
-            told[way] |= {"packet": packet, **(losses[backward] if losses else {})}
+    (latency, mtu), segment, header = _latency(peer), None, _TCP_BYTES[family_of(peer.address)]
+    told: dict[str, dict[str, Any]] = dict(zip(("out", "back"), _losses(peer), strict=True))
     for way, found in told.items():
         found["alone"] = rates(peer, (way,), seconds)[way]
-        found["stalls"] = not found["alone"]
-        if found["stalls"]:  # not even one large segment arrives; short ones show what the cable carries
-            segment = SHORT_BYTES
+        found |= {"stalls": not found["alone"], "mtu": mtu, "packet": mtu, "latency": latency}
+        if found["stalls"]:  # not even one large packet arrives; smaller ones show what the cable carries
+            sizes = (size for size in _PACKETS if size < mtu)
+            passing = (size for size in sizes if rates(peer, (way,), _TRY_SECONDS, size - header)[way])
+            found["packet"] = next(passing, None)
+            segment = min(segment or mtu, (found["packet"] or _PACKETS[-1]) - header)
             found["alone"] = rates(peer, (way,), seconds, segment)[way]
     for way, rate in rates(peer, tuple(told), seconds, segment).items():
         told[way]["together"] = rate
-    return {"latency": latency, **told}
+    return [*told.values()]
 
 
 def _latency(peer: Peer) -> tuple[float, int]:
@@ -135,8 +111,7 @@ def _latency(peer: Peer) -> tuple[float, int]:
             taken.append(time.perf_counter() - began)
         segment = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         stamped = link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[5] & 1
-        mtu = segment + _TCP_BYTES[link.socket.family] + 12 * stamped
-    return median(taken), min(mtu, _MOST_PACKET_BYTES)
+        return median(taken), segment + _TCP_BYTES[link.socket.family] + 12 * stamped
 
 
 def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None = None) -> dict[str, float]:
@@ -148,95 +123,35 @@ def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None =
 
 
 def _send(peer: Peer, seconds: float, segment: int | None) -> float:
-    name = secrets.token_hex(8)
-    with contextlib.suppress(OSError):
-        with peer.ask("sink", segment=segment, seconds=seconds, name=name) as link:
-            give(link, seconds)
-        with peer.ask("counted", segment=SHORT_BYTES, seconds=seconds, name=name) as link:
-            return link.receive(seconds + 1)
+    with contextlib.suppress(OSError), peer.ask("sink", segment=segment, seconds=seconds) as link:
+        give(link.socket, seconds)
+        return link.receive(seconds + 1)
     return 0.0
 
 
 def _receive(peer: Peer, seconds: float, segment: int | None) -> float:
     with contextlib.suppress(OSError), peer.ask("source", segment=segment, seconds=seconds + TICK_SECONDS) as link:
-        rate = count(link.socket, seconds)
-        link.reset()
-        return rate
+        return count(link.socket, seconds)
     return 0.0
 
 
-# Datagrams ------------------------------------------------------------------------------------------------------------
+def _losses(peer: Peer) -> list[dict[str, Any]]:
+    """Return the share of small datagrams that is lost on the way out and back, each with how many were sent.
 
-
-class _Datagrams:
-    """Datagrams to the services of a peer, which answers each of them."""
-
-    def __init__(self, peer: Peer, latency: float) -> None:
-        family = family_of(peer.address)
-        self._peer, self._header_bytes = peer, _HEADER_BYTES[family]
-        self._patience = min(1.0, max(0.1, 4 * latency))
-        self._socket = datagram_socket(family)
-
-    def __enter__(self) -> _Datagrams:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def _send(self, test: int, numbers: range, size: int, wanted: int) -> None:
-        """Send datagrams of so many bytes. One that is larger than the interface takes is not sent."""
-        with contextlib.suppress(OSError):
-            for number in numbers:
-                data = DATAGRAM.pack(self._peer.token.encode(), test, number, 0, wanted).ljust(size, b"\0")
-                self._socket.sendto(data, (self._peer.address, self._peer.port))
-
-    def _answer(self, test: int, seconds: float) -> tuple[int, int] | None:
-        """Return the number of the next answer of a test, and how many had arrived there; or None in time."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._socket.settimeout(left)
-            with contextlib.suppress(OSError):
-                data = self._socket.recv(1 << 16)
-                if len(data) >= DATAGRAM.size and data[:16] == self._peer.token.encode():
-                    _, of, number, seen, _ = DATAGRAM.unpack_from(data)
-                    if of == test:
-                        return number, seen
-        return None
-
-    def losses(self) -> list[dict[str, float]] | None:
-        """Return what is lost on the way out and back, each with how many were sent; or None if none came back.
-
-        Few are under way at a time, so no queue is full. A datagram counts as lost if it never comes.
-        """
-        test, sent, arrived, given_up, answers = random.getrandbits(32), 0, 0, 0, set[int]()
-        until, more = time.monotonic() + _DATAGRAM_SECONDS, True
-        while more:
-            more = sent < _DATAGRAMS and time.monotonic() < until and (bool(answers) or sent < 5 * _BURST)
-            if more:
-                self._send(test, range(sent, sent + _BURST), _DATAGRAM_BYTES, _DATAGRAM_BYTES)
-                sent += _BURST
-            # Most of them are answered before more are sent. After a silence, those on their way count as lost.
-            while sent - max(len(answers), given_up) > (_MOST_UNDER_WAY - _BURST if more else 0):
-                found = self._answer(test, max(_SILENT_SECONDS, self._patience))
-                if found is None:
-                    given_up = sent
-                    break
-                answers.add(found[0])
-                arrived = max(arrived, found[1])
-        ways = ((sent, arrived), (arrived, len(answers)))
-        return [{"loss": 1 - came / of, "datagrams": of} for of, came in ways] if answers else None
-
-    def largest_packet(self, mtu: int, backward: bool) -> int:
-        """Return the bytes of the largest packet, up to `mtu`, that comes through without being cut."""
-        low, high = _LEAST_PACKET_BYTES, 2 * mtu - _LEAST_PACKET_BYTES  # so the first in the middle is the MTU
-        while high - low > _PACKET_STEP_BYTES:
-            middle, test = (low + high) // 2, random.getrandbits(32)
-            sizes = middle - self._header_bytes, DATAGRAM.size
-            self._send(test, range(_TRIES), *(sizes[::-1] if backward else sizes))
-            if self._answer(test, self._patience) is None:
-                high = middle
-            else:
-                low = middle
-            if low == mtu:
-                break
-        return low
+    Few are under way at a time, so no queue is full. A datagram counts as lost if it never comes. If none comes back,
+    nothing is known.
+    """
+    test, arrived, answers = random.getrandbits(32), 0, set[int]()
+    with datagram_socket(family_of(peer.address)) as sender:
+        for sent in range(0, _DATAGRAMS, _BURST):
+            with contextlib.suppress(OSError):  # silence
+                for number in range(sent, sent + _BURST):
+                    data = DATAGRAM.pack(peer.token.encode(), test, number, 0).ljust(_DATAGRAM_BYTES, b"\0")
+                    sender.sendto(data, (peer.address, peer.port))
+                sender.settimeout(_PAUSE_SECONDS if sent + _BURST < _DATAGRAMS else _SILENT_SECONDS)
+                while len(answers) < sent + _BURST:
+                    *_, number, seen = DATAGRAM.unpack_from(sender.recv(_DATAGRAM_BYTES))
+                    answers.add(number)
+                    arrived = max(arrived, seen)
+    ways = ((_DATAGRAMS, arrived), (arrived, len(answers)))
+    return [{"loss": 1 - came / of if answers else None, "datagrams": of} for of, came in ways]

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
 import socket
 import struct
 import threading
 import time
-from bisect import bisect_right
 from statistics import fmean, median
 
 from towpath.doctor.channels import Channel, listen
 
 CHUNK_BYTES = 1 << 20
-# A datagram: the token, the test, its number, how many of the test have arrived, and the bytes of the wanted answer.
-DATAGRAM = struct.Struct("!16sIIIH")
+# A datagram: the token, the test, its number, and how many of the test have arrived.
+DATAGRAM = struct.Struct("!16sIII")
 TICK_SECONDS = 0.1
 
 _MOST_DATAGRAM_BYTES = 1 << 16
-# IP_MTU_DISCOVER and IPV6_MTU_DISCOVER: datagrams are never cut into fragments, whatever MTU the kernel assumes.
-_NEVER_CUT, _PROBE = ((socket.IPPROTO_IP, 10), (socket.IPPROTO_IPV6, 23)), 3
 _BUFFER_BYTES = 4 << 20
-_RECORD_SECONDS, _BINS = 0.01, 10
+_PIECES = 10  # of the time in which a rate is measured
 
 
 class Services:
@@ -34,8 +30,6 @@ class Services:
         self.port: int = self._listener.getsockname()[1]
         self._datagrams = datagram_socket(self._listener.family)
         self._datagrams.bind(("", self.port))
-        self._counted: dict[str, float] = {}
-        self._changed = threading.Condition()
         for work in (self._accept, self._reflect):
             threading.Thread(target=work, name="towpath-doctor-serves", daemon=True).start()
 
@@ -55,80 +49,65 @@ class Services:
                     while data := connection.recv(64):
                         connection.sendall(data)
                 case "sink":
-                    rate = count(connection, asked["seconds"])
-                    with self._changed:
-                        self._counted[asked["name"]] = rate
-                        self._changed.notify_all()
-                case "counted":
-                    with self._changed:
-                        self._changed.wait_for(lambda: asked["name"] in self._counted, asked["seconds"])
-                    link.send(self._counted.get(asked["name"], 0.0))
+                    link.send(count(connection, asked["seconds"]))
+                    # To close with bytes unread would reset the connection, and the answer with it.
+                    while connection.recv(CHUNK_BYTES):
+                        pass
                 case "source":
-                    give(link, asked["seconds"])
-                case _:
+                    give(connection, asked["seconds"])
+                case _:  # it was only to be reached
                     pass
 
     def _reflect(self) -> None:
-        """Answer each datagram with one of the wanted size, and how many of its test have arrived."""
+        """Answer each datagram with how many of its test have arrived."""
         seen: dict[int, int] = {}
         while True:
             data, sender = self._datagrams.recvfrom(_MOST_DATAGRAM_BYTES)
             if len(data) >= DATAGRAM.size and data[:16] == self.token.encode():
-                _, test, number, _, wanted = DATAGRAM.unpack_from(data)
+                _, test, number, _ = DATAGRAM.unpack_from(data)
                 seen[test] = seen.get(test, 0) + 1
-                answer = DATAGRAM.pack(data[:16], test, number, seen[test], 0).ljust(wanted, b"\0")
-                with contextlib.suppress(OSError):  # larger than the MTU of this machine
+                answer = DATAGRAM.pack(data[:16], test, number, seen[test]).ljust(len(data), b"\0")
+                with contextlib.suppress(OSError):  # there is no route back
                     self._datagrams.sendto(answer, sender)
 
 
 def datagram_socket(family: int) -> socket.socket:
-    """Return a socket whose datagrams are never cut into fragments."""
+    """Return a socket for datagrams, of IPv4 too if it is of IPv6."""
     made = socket.socket(family, socket.SOCK_DGRAM)
-    for option in _NEVER_CUT:
-        with contextlib.suppress(OSError):  # of the other family
-            made.setsockopt(*option, _PROBE)
     if family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     return made
 
 
-def give(link: Channel, seconds: float) -> None:
-    """Send as much as the path takes for some seconds, and drop the rest."""
+def give(connection: socket.socket, seconds: float) -> None:
+    """Send as much as the path takes for some seconds. What is still under way when it is closed is dropped."""
     block, until = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + seconds
-    link.socket.settimeout(TICK_SECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.settimeout(TICK_SECONDS)
     with contextlib.suppress(ConnectionError):  # the other end has seen enough
         while time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
-                link.socket.send(block)
-        link.reset()
+                connection.send(block)
 
 
 def count(connection: socket.socket, seconds: float) -> float:
     """Receive for some seconds, and return the bytes per second that the path carries."""
-    buffer, total, until = bytearray(CHUNK_BYTES), 0, time.monotonic() + seconds
-    records: list[tuple[float, int]] = []
+    buffer, pieces, began = bytearray(CHUNK_BYTES), [0] * _PIECES, time.monotonic()
     connection.settimeout(TICK_SECONDS)
     with contextlib.suppress(ConnectionError):
-        while (now := time.monotonic()) < until:
+        while (passed := (time.monotonic() - began) / seconds) < 1:
             with contextlib.suppress(TimeoutError):
-                total += connection.recv_into(buffer)
-                if not records or now - records[-1][0] >= _RECORD_SECONDS:
-                    records.append((now, total))
-    return rate_of(records, seconds)
+                pieces[int(passed * _PIECES)] += connection.recv_into(buffer)
+    return rate_of(pieces, seconds)
 
 
-def rate_of(records: list[tuple[float, int]], seconds: float) -> float:
-    """Return the bytes per second that a path carries, from the bytes that had arrived at some times.
+def rate_of(pieces: list[int], seconds: float) -> float:
+    """Return the bytes per second that a path carries, from the bytes that arrived in equal pieces of some seconds.
 
-    The first fifth, in which TCP opens its window, is left out. It is the median of short intervals, so neither a
-    process that had to wait for a processor counts, nor what it then finds in the kernel's memory. It is the mean if
-    that is more, as on a path that is silent now and then.
+    The first fifth, in which TCP opens its window, is left out. It is the median of the others, so neither a process
+    that had to wait for a processor counts, nor what it then finds in the kernel's memory. It is the mean if that is
+    more, as on a path that is silent now and then.
     """
-    if len(records) < 2:
-        return 0.0
-    began, step = records[0][0] + seconds / 5, 0.8 * seconds / _BINS
-    times = [when for when, _ in records]
-    totals = [records[max(0, bisect_right(times, began + step * mark) - 1)][1] for mark in range(_BINS + 1)]
-    pieces = [(after - before) / step for before, after in itertools.pairwise(totals)]
-    return max(median(pieces), fmean(pieces))
+    settled = pieces[len(pieces) // 5 :]
+    return max(median(settled), fmean(settled)) * len(pieces) / seconds
