@@ -35,7 +35,8 @@ def run(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT [ARGS]", help="A Python script or -m MODULE, and its arguments. Write -- before it."
+            metavar="SCRIPT [ARGS]",
+            help="A Python script, a bash script (.sh) or -m MODULE, and its arguments. Write -- before it.",
         ),
     ],
     nodes: Annotated[int, typer.Option(metavar="N", min=1, help="The number of nodes.")],

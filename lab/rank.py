@@ -1,5 +1,7 @@
 """`python lab/rank.py SCRIPT [ARGS]`: run a script, -m MODULE or -c CODE as Python would, as a rank of a lab.
 
+bash runs a script whose name ends in .sh.
+
 If the script ends with a TowpathError, the rank prints one line instead of a traceback, because many ranks print at the
 same time. `import lab` works in the script.
 """
@@ -22,6 +24,8 @@ _HERE = Path(__file__)
 def main() -> None:
     """Run the script that the command line names."""
     kind, *rest = sys.argv[1:]
+    if kind.endswith(".sh"):
+        os.execvp("bash", ["bash", kind, *rest])
     # Python has put this file's folder first. A script needs its own folder there, and -c and -m the current one.
     first = "" if kind in ("-c", "-m") else str(Path(kind).resolve().parent)
     sys.path[:] = [first, *(each for each in sys.path if each != str(_HERE.parent)), str(_HERE.parents[1])]

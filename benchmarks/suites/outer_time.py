@@ -5,7 +5,8 @@
 Four ranks of two nodes train a GPT of ten million parameters in bf16 on text, at a constant learning rate after a
 warm-up. The bits of a run do not depend on the links. So there are two kinds of cases. The first trains a candidate
 with a seed, on links as fast as the machine allows. The second measures the mean step of a candidate on links of a
-rate: over two periods of 32 steps, or over 30 steps without outer steps. The summary multiplies both.
+rate, or between two flats (100 Mbit/s down, 40 up, 20 ms): over two periods of 32 steps, or over 30 steps without
+outer steps. The summary multiplies both.
 
 The loss to reach is that of the lossless candidate after 400 steps, with the same seed. All losses are means over the
 same held-out windows. Islands are validated at the end of each period, when they have just synchronized.
@@ -50,6 +51,8 @@ OUTER = {f"outer steps, {codec}": OuterSpec(codec, optimizer=AVERAGED) for codec
 # (`strategies`), outer steps, and the peers.
 CANDIDATES = (LOSSLESS, LOW_RANK, "ddp gradients=int4:64", *OUTER, POWERSGD, torchft_peer.NAME)
 RATES = ("10mbit", "50mbit", "200mbit")
+# Two flats: 100 Mbit/s down, 40 up, and 20 ms.
+LINKS = (*RATES, "flat")
 SEEDS = 3
 STEPS_TO_REACH = 400  # of the lossless candidate, whose loss is the one to reach
 STEPS, QUICK_STEPS = 640, 2
@@ -162,7 +165,7 @@ class SpeedCase:
 
 CASES: tuple[TrainingCase | SpeedCase, ...] = (
     *(TrainingCase(candidate, 0) for candidate in CANDIDATES),
-    *(SpeedCase(candidate, inter) for inter in RATES for candidate in CANDIDATES),
+    *(SpeedCase(candidate, inter) for inter in LINKS for candidate in CANDIDATES),
     *(TrainingCase(candidate, seed) for seed in range(1, SEEDS) for candidate in CANDIDATES),
 )
 
@@ -228,13 +231,13 @@ def times(lines: Iterable[Line]) -> list[Times]:
         for (candidate, inter), step in speeds.items()
         if steps.get(candidate)
     ]
-    return sorted(found, key=lambda each: (RATES.index(each.inter), each.mean))
+    return sorted(found, key=lambda each: (LINKS.index(each.inter), each.mean))
 
 
 def verdicts(found: Sequence[Times]) -> list[Check]:
     """Return at each rate the time of the fastest outer steps over that of the lossless candidate."""
     checks: list[Check] = []
-    for inter in RATES:
+    for inter in LINKS:
         here = {each.candidate: each for each in found if each.inter == inter}
         ours = min((here[name] for name in OUTER if name in here), key=lambda each: each.mean, default=None)
         if ours is not None and LOSSLESS in here:

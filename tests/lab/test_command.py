@@ -34,6 +34,14 @@ def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
     assert "What each link carried" in done.stdout
 
 
+def test_a_bash_script_runs_on_each_node(tmp_path: Path) -> None:
+    script = tmp_path / "name.sh"
+    script.write_text('echo "$(uname -n) got $1"\n')
+    done = command(*SHAPE, "--direct", "--", str(script), "this")
+    assert done.returncode == 0
+    assert "node0 got this" in done.stdout and "node1 got this" in done.stdout
+
+
 def test_two_flats_are_a_choice_of_inter_and_the_table_is_of_their_rates(tmp_path: Path) -> None:
     links = tmp_path / "links.json"
     shape = ["run", "--nodes", "2", "--ranks", "1", "--inter", "flat", "--up", "50mbit", "--loss", "1%", "--direct"]

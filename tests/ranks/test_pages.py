@@ -244,7 +244,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/guides/monitoring.md": _for_sharded,
 }
 # On the laboratory (tests/lab/test_lab_page.py), without ranks (tests/unit/test_extending.py), or not here.
-ELSEWHERE = {"lab", "flats", "counters", "preset", "route", "unchecked"}
+ELSEWHERE = {"lab", "flats", "nap", "counters", "preset", "route", "unchecked"}
 PROGRAMS = [
     (page.relative_to(ROOT).as_posix(), name)
     for page in PAGES
