@@ -95,13 +95,13 @@ FEATURES = (
             planner_pipelines pytorch_steps sim sim_outer sim_pipeline
         """,
     ),
-    _feature("doctor", lab="doctor", unit="doctor doctor_paths"),
+    _feature("doctor", lab="doctor", unit="doctor doctor_faults doctor_paths"),
     _feature("statistics and traces", ranks="profiler trace", unit="record"),
 )
 
 OTHER = _files(
     fake_cuda="device",
-    lab="clusters command delay destroy lab lab_page leftovers",
+    lab="clusters command delay destroy lab lab_page leftovers two_flats_page",
     ranks="""
             bench_failures demo emulated_pipeline examples gpu_script install pages server train train_command
             train_models
