@@ -454,6 +454,16 @@ def test_candidates_of_a_benchmark_are_timed() -> None:
         assert measure(0, "zero3", TrainingSetup("tiny", 8, 1, 1, torch.bfloat16), Topology(1, 1)).seconds > 0
 
 
+@on_gpus()
+def test_the_doctor_measures_each_device() -> None:
+    from towpath.doctor.compute import compute
+
+    small_ones = mock.patch.dict("towpath.doctor.compute._SIZES", cuda=(8, "bfloat16", 64))
+    with gpu_ranks(), small_ones, mock.patch.object(torch.cuda, "get_device_name", return_value="a GPU"):
+        for found in (compute(0.01, None), compute(0.01, 0)):
+            assert found[0]["device"] == "cuda:0 a GPU" and found[0]["flops"] > 0
+
+
 # Branches that no case here runs, and why. Each is the start of a line as `listed` writes it, without the line number.
 NOT_RUN = {
     "cli/benchmark.py: torch.bfloat16": "the default of `towpath benchmark`, which starts ranks of its own",
