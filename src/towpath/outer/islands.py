@@ -13,8 +13,8 @@ where one island holds the register (`register.py`). An exchange takes four mess
                it has the numbers of the next data that this island reads
 
 After a dropped exchange nothing changes: the next difference has the steps of this period, too, and weighs as much
-more. Islands are thus weighted by tokens. If all weights are equal, the result has the bits of
-one job with as many islands. When groups are formed anew, codecs begin without error feedback.
+more. Islands are thus weighted by tokens. If all weights are equal, the result has the bits of one job with as many
+islands. When groups are formed anew, codecs begin without error feedback.
 
 A newcomer takes the slow weights and the outer momentum from one island, whose rank r sends them to its rank r while
 training goes on. They are of one moment in the order of exchanges: right after the one that admitted the newcomer. It

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES
-from towpath.core.shares import shares_of
+from towpath.core.shares import Shares, shares_of
 from towpath.core.strategy import OFFLOADS, Protect, Strategy, written
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer, outer_transport
@@ -218,7 +218,7 @@ class StrategyConfig(Section):
                 "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
             )
         try:
-            shares_of(self.shares or None)
+            _ = self.divided
         except ConfigError as error:
             raise ConfigError(f"strategy.{error}") from None
         if self.auto and self.outer.every:
@@ -245,6 +245,11 @@ class StrategyConfig(Section):
         return Path(self.name) if self.name.endswith(".toml") else None
 
     @property
+    def divided(self) -> Shares | None:
+        """The shares as a strategy takes them."""
+        return shares_of(self.shares or None)
+
+    @property
     def protection(self) -> Protect | None:
         """How often nodes keep snapshots in memory, or None if they keep none."""
         return Protect(self.protect) if self.protect else None
@@ -261,7 +266,7 @@ class StrategyConfig(Section):
         if self.protect:
             options["protect"] = self.protection
         if self.shares:
-            options["shares"] = shares_of(self.shares)
+            options["shares"] = self.divided
         if self.file is None:
             return presets.parse_strategy(self.name, self.topology(launched), **options)
         if options:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from towpath.api import shard
 from towpath.core import presets
 from towpath.core.passes import compression
-from towpath.core.shares import shares_of
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
@@ -149,8 +148,8 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         job.print_once(
             "auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured"
         )
-        alone = presets.strategy("ddp", topology, offload=offload, protect=options.protection)
-        return train, replace(alone, shares=shares_of(options.shares or None))
+        protect, shares = options.protection, options.divided
+        return train, presets.strategy("ddp", topology, offload=offload, protect=protect, shares=shares)
     # Imported only here, because they import what traces a model.
     from towpath.plan.choice import choose, profile_model
 
@@ -190,5 +189,5 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
     job.print_once(choice.why)
     batching = choice.batching
     chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)
-    protect, shares = presets.protected(options.protection, choice.strategy.job), shares_of(options.shares or None)
-    return chosen, replace(choice.strategy, protect=protect, shares=shares)
+    protect = presets.protected(options.protection, choice.strategy.job)
+    return chosen, replace(choice.strategy, protect=protect, shares=options.divided)

@@ -87,8 +87,8 @@ class FromModel(InitialValues):
                     if values.data_ptr() != target.data_ptr():
                         target.copy_(values)
         # Ranks that have the same values, such as after the same seed, send no more than a checksum over slow links.
-        sent = self._job.world > 1 and (checksum(whole).item() if self._starts else None)
-        if len(set(self._job.all_gather_objects(sent))) > 1:
+        mine = checksum(whole).item() if self._starts and self._job.world > 1 else None
+        if len(set(self._job.all_gather_objects(mine))) > 1:
             self._job.broadcast(whole)
         for place in layout.places:
             # The ranks of a tensor-parallel mesh may have drawn other values for what they hold copies of.
