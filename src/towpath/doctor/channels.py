@@ -51,7 +51,6 @@ class Channel:
             raise
 
     def send(self, value: Any, seconds: float = _CONNECT_SECONDS) -> None:
-        """Send a value."""
         self.socket.settimeout(seconds)
         data = json.dumps(value).encode() + b"\n"
         for at in range(0, len(data), SHORT_BYTES):
@@ -67,7 +66,6 @@ class Channel:
             raise ConnectionError("the connection has ended, or something else answers") from None
 
     def close(self) -> None:
-        """Close the connection."""
         self._lines.close()
         self.socket.close()
 

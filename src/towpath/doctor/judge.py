@@ -34,8 +34,7 @@ def judge(facts: Mapping[str, Any]) -> list[Finding]:
     reachable = (_absent, _names, _unreachable, _shared_addresses)
     checks = (*reachable, _packets, _losses, _interfaces, _cables, _duplex, _ranks, _differences, _clocks)
     found = [each for check in checks for each in check(case)]
-    order = list(Severity)
-    return sorted(found, key=lambda each: (order.index(each.severity), each.rate or 0.0))
+    return sorted(found, key=lambda each: (list(Severity).index(each.severity), each.rate or 0.0))
 
 
 def turned(way: Direction) -> Direction:

@@ -148,8 +148,8 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         job.print_once(
             "auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured"
         )
-        protect, shares = options.protection, options.divided
-        return train, presets.strategy("ddp", topology, offload=offload, protect=protect, shares=shares)
+        shares = options.divided
+        return train, presets.strategy("ddp", topology, offload=offload, protect=options.protection, shares=shares)
     # Imported only here, because they import what traces a model.
     from towpath.plan.choice import choose, profile_model
 

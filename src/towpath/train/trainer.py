@@ -348,10 +348,8 @@ class TrainingRun:
             with self._timed("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
                 with offload_activations(self.model) if offloads else nullcontext():
                     loss = next_token_loss(self.model, inputs, targets)
-                if self.shares is None:
-                    (loss / micro_steps).backward()
-                else:
-                    weigh(self.model, loss, targets.numel()).backward()
+                weighed = loss / micro_steps if self.shares is None else weigh(self.model, loss, targets.numel())
+                weighed.backward()
             total += loss.detach() * share / micro_steps
         return total
 
