@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from towpath.doctor.channels import Channel, state_of
+from towpath.doctor.channels import connect, state_of
 from towpath.doctor.interfaces import Interface, family_of, interface_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
+from towpath.json_lines import JsonLines
 
 _ECHOES, _ECHO_SECONDS = 200, 0.3
 _DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
@@ -43,12 +44,11 @@ class Peer:
     port: int
     token: str
 
-    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Channel:
+    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> JsonLines:
         """Return a connection to one of its services."""
-        link = Channel.to(self.address, self.port, segment)
+        link = connect(self.address, self.port, segment)
         try:
-            link.send({"token": self.token, "do": what, **more})
-            link.receive()
+            link.ask({"token": self.token, "do": what, **more})
             return link
         except BaseException:
             link.close()
@@ -125,7 +125,7 @@ def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None =
 def _send(peer: Peer, seconds: float, segment: int | None) -> float:
     with contextlib.suppress(OSError), peer.ask("sink", segment=segment, seconds=seconds) as link:
         give(link.socket, seconds)
-        return link.receive(seconds + 1)
+        return link.receive(seconds + 1)["rate"]
     return 0.0
 
 
