@@ -58,8 +58,8 @@ def programs(page: str) -> dict[str, str]:
 
 
 def commands(fence: Fence) -> list[str]:
-    """Without comments and, in a console, without the prompt and what was printed."""
-    lines = fence.text.splitlines()
+    """Without comments and, in a console, without the prompt and what was printed. One may take several lines."""
+    lines = _joined(fence).splitlines()
     if fence.language == "console":
         return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     return [line for line in (re.sub(r"\s+#.*", "", line).strip() for line in lines) if line]
@@ -67,4 +67,8 @@ def commands(fence: Fence) -> list[str]:
 
 def printed(fence: Fence) -> list[str]:
     """In a console: the lines that each command printed, all of them."""
-    return [line.rstrip() for line in fence.text.splitlines() if not line.startswith("$ ")]
+    return [line.rstrip() for line in _joined(fence).splitlines() if not line.startswith("$ ")]
+
+
+def _joined(fence: Fence) -> str:
+    return fence.text.replace("\\\n", "")

@@ -22,6 +22,13 @@ def format_bytes(count_bytes: float) -> str:
     return f"{amount:.4g} TB"
 
 
+def format_rate(bytes_per_second: float) -> str:
+    """Return the rate of a link as text in bits per second. There is no Tbit/s: networks are named by their Gbit/s."""
+    gigabits = bytes_per_second * 8 / 1e9
+    amount, unit = (gigabits, "Gbit/s") if gigabits >= 0.9995 else (gigabits * 1000, "Mbit/s")
+    return f"{float(f'{amount:.3g}'):,g} {unit}"
+
+
 @contextmanager
 def show_progress(about: str) -> Generator[Callable[[str], object]]:
     """Show that something takes long: a spinner on a terminal, and otherwise a line on stderr now and then.

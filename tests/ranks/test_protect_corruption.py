@@ -291,7 +291,7 @@ def _outcome(case: Case, nodes: Path, root: Path, job: Job, expected: dict[int, 
         enter(nodes, SHAPE)
     state = job.new_state()
     try:
-        with logged(), logged("checkpoint"):
+        with logged() as told, logged("checkpoint") as of_files:
             if case.at_a_buddy:
                 job.spoil()
                 loaded = checkpoint.load(root, state)
@@ -311,5 +311,7 @@ def _outcome(case: Case, nodes: Path, root: Path, job: Job, expected: dict[int, 
         return "all raise", str(error)
     if loaded is None:
         return "nothing is found", ""
+    # What all ranks know is said once.
+    assert rank() == 0 or not [line for line in (*told, *of_files) if "IS DAMAGED" in line or "ANOTHER RUN" in line]
     wrong = differing(job.content(), expected[loaded.step])
     return f"step {loaded.step}", "" if not wrong else f"WRONG: {wrong}"

@@ -35,7 +35,11 @@ def test_what_is_written_loads_as_the_same() -> None:
             "model": {"width": 64, "heads": 2, "hf": ""},
             "data": {"tokens": 'odd "name"', "held_out": 0.1},
             "train": {"steps": 7, "learning_rate": 3, "clip": float("inf")},
-            "strategy": {"name": "mics gradients=int4:64", "exact": True, "outer": {"every": 32, "delay": 2}},
+            "strategy": {
+                "name": "mics gradients=int4:64",
+                "exact": True,
+                "outer": {"every": 32, "delay": 2, "blend": 0.5},
+            },
             "log": {"trace": [3, 5], "wandb": "project"},
         }
     )
@@ -142,10 +146,10 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[strategy]\nname = 'mics'\n[strategy.outer]\nevery = 32\n")
     overrides = ["strategy.outer.codec=int4", "strategy.outer.islands=2"]
-    overrides += ["strategy.nodes=4x2"]
+    overrides += ["strategy.nodes=4x2", "strategy.outer.blend=0.5"]
     made = Config.load(file, overrides).strategy.build(Topology(8, 1))
     assert (made.islands, made.topology) == (2, Topology(2, 2))
-    assert made.outer is not None and made.outer.every == 32
+    assert made.outer is not None and (made.outer.every, made.outer.blend) == (32, 0.5)
     assert made.outer.transport.feedback == "all"
     saved = tmp_path / "s.toml"
     saved.write_text(made.to_toml())

@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.cases import each
 from towpath.cli import main
 from towpath.cli.doctor import report
-from towpath.doctor.examination import tournament
+from towpath.doctor import examination
+from towpath.doctor.examination import Examination, tournament
 from towpath.doctor.findings import Severity
 from towpath.doctor.gain import priced
+from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.judge import judge
 from towpath.doctor.services import rate_of
 from towpath.errors import ConfigError
@@ -359,3 +363,59 @@ def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
 def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     found = CliRunner(env={"RANK": None}).invoke(main.app, arguments)
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)
+
+
+# The time that an examination takes ----------------------------------------------------------------------------------
+
+
+class _Machines:
+    """Machines of which the second loses large packets, on a clock of their own."""
+
+    states: Mapping[int, str] = {}
+    lost: Mapping[int, str] = {}
+
+    def __init__(self, count: int, round_seconds: float) -> None:
+        self.place = Place(number=0, world=count, leader="10.77.0.1", port=1)
+        self.hellos = {n: {"machine": str(n), "local": 0, "host": f"node{n}"} for n in range(count)}
+        self.links = {n: SimpleNamespace(here="10.77.0.1", there=f"10.77.0.{n + 1}") for n in range(1, count)}
+        self._facts = cluster(count)
+        self._takes = {"facts": 1.0, "load": 5.0, "compute": 2.0, "reach": 0.2, "measure": round_seconds}
+        self.now, self.rounds = 0.0, 0
+
+    def ask(self, questions: Mapping[int, Facts], seconds: float) -> dict[int, Any]:
+        what = next(question["do"] for question in questions.values())
+        self.now += self._takes.get(what, 0.0)
+        self.rounds += what == "measure"
+        return {number: self._answer(number, question) for number, question in questions.items()}
+
+    def _answer(self, number: int, question: Facts) -> Any:
+        machine, peers = self._facts["machines"][number], [peer[0] for peer in question.get("peers", ())]
+        match question["do"]:
+            case "facts":
+                return {key: value for key, value in machine.items() if key not in ("ranks", "loopback")}
+            case "compute":
+                return machine["ranks"][0]["devices"]
+            case "reach":
+                return [{"address": peer, "interface": "eth0", "state": "open"} for peer in peers]
+            case "measure":
+                stalls = "10.77.0.2" in (machine["address"], *peers)
+                found = {
+                    key: value for key, value in _way(0, 1).items() if key not in ("from", "to", "reach", "others")
+                }
+                return [found | {"stalls": stalls, "packet": 1400 if stalls else 1500}] * 2
+            case "loopback":
+                return 5e9
+            case _:
+                return []
+
+
+@each(case=[(2, 3.0, 4), (2, 13.0, 3), (3, 5.0, 7), (4, 9.0, 3), (4, 4.0, 9)])
+def test_an_examination_measures_again_only_while_it_ends_within_a_minute(
+    case: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, round_seconds, rounds = case
+    machines = _Machines(count, round_seconds)
+    monkeypatch.setattr(examination, "time", SimpleNamespace(monotonic=lambda: machines.now, time=lambda: 0.0))
+    facts, found = Examination(cast(Leader, machines), lambda text: None).run()
+    assert found[0].cause == "mtu"
+    assert machines.rounds == rounds and facts["seconds"] <= 60

@@ -43,6 +43,21 @@ def test_a_path_is_measured_in_both_directions() -> None:
         assert told["alone"] > 0 and told["together"] > 0
 
 
+@each(case=[(1500, 1400), (1380, 1280), (1280, 576), (576, None)])
+def test_the_largest_packet_that_passes_is_found(case: tuple[int, int | None]) -> None:
+    mtu, largest = case
+
+    def rates(peer: Peer, ways: tuple[str, ...], seconds: float, segment: int = 9000) -> dict[str, float]:
+        return dict.fromkeys(ways, 1e6 if segment <= (largest or 0) - 40 else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "rates", rates)
+        patch.setattr(paths, "_latency", lambda peer: (0.001, mtu))
+        patch.setattr(paths, "_losses", lambda peer: [{}, {}])
+        out, back = measure(Peer(LOCAL, 1, ""), 1.0)
+    assert out == back and out["stalls"] and out["packet"] == largest
+
+
 def test_how_a_connection_fails_is_told_apart() -> None:
     services = Services()
     of_another = Peer(LOCAL, services.port, "0" * 16)

@@ -161,6 +161,30 @@ def _launched_by(name: str, blocks: int, encoded: bool) -> tuple[Jobs, Jobs, Job
     return launches.jobs[begun:ended], launches.jobs[ended : computed[-1]], launches.jobs[computed[-1] :]
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero3", seldom("zero1"), seldom("paro-iig")])
+def test_unequal_batches_launch_nothing_for_a_unit(name: str) -> None:
+    """Only for the loss: the weights of gradients are in the division by the number of ranks."""
+    more = [_operations(name, blocks, shares=(1, 2, 1, 2)) - _operations(name, blocks) for blocks in (1, 5)]
+    assert more[0] == more[1] > 0
+
+
+def _operations(name: str, blocks: int, **options: Any) -> int:
+    """The operations on memory in the second step."""
+    before = 0
+    with fake_world(2, 2) as (topology, launches):
+        model: Any = towpath.shard(Net(blocks), towpath.strategy(name, topology, **options), units=[Block])
+        for _ in range(2):
+            before = _counted_in(launches)
+            loss = model(torch.ones(2, 96)).sum()
+            (towpath.weigh(model, loss, 3) if options else loss).backward()
+            model.zero_grad()
+    return _counted_in(launches) - before
+
+
+def _counted_in(launches: Launches) -> int:
+    return sum(counts[OTHERS] for counts in (launches.computation, *(counts for _, counts in launches.jobs)))
+
+
 class TwoDtypes(nn.Linear):
     """A unit of two buckets, which both train."""
 

@@ -260,7 +260,7 @@ def test_an_island_says_that_it_is_there_while_it_trains(seat: Seat, monkeypatch
         b"[" * 100_000 + b"\n",
         b'{"hello": true}\n',
         b'{"look": 1}\n',
-        b"\xff" * (1 << 21),  # no line
+        b"\xff" * (1 << 23),  # no line
     ],
     ids=["http", "list", "nested", "no facts", "no run", "endless"],
 )
@@ -291,7 +291,7 @@ NOWHERE = [{"at": "nowhere"}, {"at": "a..b:1"}, {"at": "127.0.0.1:99999"}, {"at"
 @pytest.mark.parametrize(
     ("sent", "answer"),
     [(json.dumps(each).encode(), each) for each in NOWHERE]
-    + [(b"HTTP/1.1 400 Bad Request", {}), (b"[1]", {}), (b"[" * 100_000, {}), (b"\xff" * (1 << 21), {})],
+    + [(b"HTTP/1.1 400 Bad Request", {}), (b"[1]", {}), (b"[" * 100_000, {}), (b"\xff" * (1 << 23), {})],
     ids=["no port", "no host", "no such port", "no text", "http", "list", "nested", "endless"],
 )
 def test_another_program_at_an_address_is_not_followed(seat: Seat, sent: bytes, answer: Any) -> None:

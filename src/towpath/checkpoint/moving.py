@@ -85,7 +85,8 @@ def plan_moves(
         for damaged in control.gather(partial(_damaged, mine, folder, manifest)):
             for home, name in damaged:
                 homes[name].discard(home)
-                _LOG.error("%s OF NODE %d IS DAMAGED. Trying another copy.", name, home)
+                if control.groups.rank == 0:
+                    _LOG.error("%s OF NODE %d IS DAMAGED. Trying another copy.", name, home)
         whole |= {(home, name) for home, name in unchecked if home in homes[name]}
     return [
         Move(name, rank_of(home, i), rank_of(node, i))

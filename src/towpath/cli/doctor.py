@@ -19,12 +19,12 @@ from towpath.doctor.examination import Examination, Examinee
 from towpath.doctor.findings import Finding, Severity
 from towpath.doctor.gain import priced
 from towpath.doctor.gathering import PORT, Leader, Place, follow, is_launched, why_unreachable
-from towpath.doctor.judge import OF_LOOPBACK, per_second
+from towpath.doctor.judge import OF_LOOPBACK
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.plan.catalog import describe_model
 from towpath.plan.model import Model
-from towpath.progress import format_bytes, show_progress
+from towpath.progress import format_bytes, format_rate, show_progress
 
 _FOUND = 1
 _HEADINGS = {
@@ -114,7 +114,7 @@ def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "
         _print_machines(console, facts)
     if not findings:
         slowest = min((way["alone"] for way in facts["ways"]), default=0.0)
-        rates = f", and each direction carries {per_second(slowest)} or more" if slowest else ""
+        rates = f", and each direction carries {format_rate(slowest)} or more" if slowest else ""
         console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
     return file.getvalue()
 
@@ -143,7 +143,7 @@ def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
         over = (f"{each['interface']} to {each['address']}" for each in way["reach"] if each["state"] == "open")
         row = [f"{names[way['from']]} → {names[way['to']]}", next(over, "does not connect")]
         if "alone" in way:
-            row += [per_second(way["alone"]), per_second(way["together"])]
+            row += [format_rate(way["alone"]), format_rate(way["together"])]
             row += ["?" if way["loss"] is None else f"{way['loss']:.2%}"]
             row += [str(way["packet"] or "?"), f"{way['latency'] * 1e3:.3g} ms"]
         table.add_row(*row)
@@ -151,7 +151,7 @@ def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
     limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
     if any(way.get("alone", 0.0) > limit for way in facts["ways"]):
         console.print(
-            f"What carries more than {per_second(limit)} was not tested to its limit, which is that of sockets here."
+            f"What carries more than {format_rate(limit)} was not tested to its limit, which is that of sockets here."
         )
     console.print()
 

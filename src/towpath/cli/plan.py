@@ -29,7 +29,7 @@ from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.plan.pytorch import NOTE, predict_wrappers
 from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
-from towpath.progress import show_progress
+from towpath.progress import format_rate, show_progress
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -349,11 +349,10 @@ def heading(solver: Solver) -> str:
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
     links, racks = found.hardware, ""
     if links.racks is not None and topology.nodes_per_rack is not None:
-        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
+        racks = f", {format_rate(links.racks.rate)} a rack of {topology.nodes_per_rack} nodes"
     return (
         f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
-        f"{found.name}: {topology.words}, "
-        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
+        f"{found.name}: {topology.words}, {format_rate(links.inter.rate)} a node{racks}"
     )
 
 

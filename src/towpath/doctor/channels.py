@@ -1,19 +1,13 @@
-"""Connections between machines for values of JSON, one a line. Each wait has a limit.
-
-Lines are sent in short pieces, and segments can be kept short in both directions, because a path may lose long ones.
-"""
+"""How connections between machines begin: where this one listens, and how an attempt to connect ends."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import socket
-from typing import Any
 
 from towpath.doctor.interfaces import family_of
-
-SHORT_BYTES = 500  # of a segment that passes every path
+from towpath.json_lines import JsonLines
 
 _CONNECT_SECONDS = 2.5
 # How an attempt to connect ends, by the error of the kernel. Everything else is "silent".
@@ -26,54 +20,23 @@ _STATES = {
 }
 
 
-class Channel:
-    """One end of a connection. A `with` statement closes it."""
+def accepted(connection: socket.socket) -> JsonLines:
+    """Return a connection that another process has made to this one."""
+    return JsonLines(connection, _CONNECT_SECONDS)
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ends = connection.getsockname(), connection.getpeername()
-        self.here, self.there = (str(end[0]).removeprefix("::ffff:") for end in ends)
-        self._lines = connection.makefile("rb")
 
-    @staticmethod
-    def to(address: str, port: int, segment: int | None = None) -> Channel:
-        """Connect to an address, with segments of at most so many bytes."""
-        connection = socket.socket(family_of(address), socket.SOCK_STREAM)
-        try:
-            connection.settimeout(_CONNECT_SECONDS)
-            if segment is not None:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
-            connection.connect((address, port))
-            return Channel(connection)
-        except BaseException:
-            connection.close()
-            raise
-
-    def send(self, value: Any, seconds: float = _CONNECT_SECONDS) -> None:
-        self.socket.settimeout(seconds)
-        data = json.dumps(value).encode() + b"\n"
-        for at in range(0, len(data), SHORT_BYTES):
-            self.socket.sendall(data[at : at + SHORT_BYTES])
-
-    def receive(self, seconds: float = _CONNECT_SECONDS) -> Any:
-        """Return the next value, or raise OSError if the other end is silent for so long."""
-        self.socket.settimeout(max(0.001, seconds))
-        line = self._lines.readline(1 << 26)
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise ConnectionError("the connection has ended, or something else answers") from None
-
-    def close(self) -> None:
-        self._lines.close()
-        self.socket.close()
-
-    def __enter__(self) -> Channel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def connect(address: str, port: int, segment: int | None = None) -> JsonLines:
+    """Connect to an address, with segments of at most so many bytes in both directions."""
+    connection = socket.socket(family_of(address), socket.SOCK_STREAM)
+    try:
+        connection.settimeout(_CONNECT_SECONDS)
+        if segment is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment)
+        connection.connect((address, port))
+        return accepted(connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def listen(port: int = 0) -> socket.socket:

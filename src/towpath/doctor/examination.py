@@ -32,8 +32,8 @@ _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
 _RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
-# What looks wrong is measured again so often, unless the examination has taken so long.
-_MOST_AGAIN, _CONFIRM_UNTIL_SECONDS = 3, 36.0
+# What looks wrong is measured again so often, unless the examination would then take longer than so many seconds.
+_MOST_AGAIN, _MOST_SECONDS = 3, 50.0
 _MOST_ADDRESSES = 12
 # Of two measurements, the smaller of these values counts, and the larger of all others.
 _SMALLER = ("loss", "stalls", "latency")
@@ -89,6 +89,7 @@ class Examination:
         self._began = time.monotonic()
         self._machines: list[Facts] = []
         self._ways: dict[Direction, Facts] = {}
+        self._longest = 0.0  # seconds of a round
 
     def run(self) -> tuple[Facts, list[Finding]]:
         """Examine everything. Return all facts, and what is wrong."""
@@ -100,7 +101,8 @@ class Examination:
             found = judge(self.facts())
             suspects = sorted({pair for each in found for pair in each.pairs})
             slow_ranks = any(each.flops is not None for each in found)
-            if not (suspects or slow_ranks) or time.monotonic() - self._began > _CONFIRM_UNTIL_SECONDS:
+            would_take = time.monotonic() - self._began + len(self._rounds(suspects)) * self._longest
+            if not (suspects or slow_ranks) or would_take > _MOST_SECONDS:
                 break
             if slow_ranks:
                 self._ask_compute()
@@ -170,14 +172,19 @@ class Examination:
     def _measure(self, pairs: Sequence[Direction]) -> None:
         self._say("who reaches whom")
         reached = self._reach([way for a, b in pairs for way in ((a, b), (b, a))])
-        rounds = [
-            found for each in tournament(len(self._machines)) if (found := [pair for pair in each if pair in pairs])
-        ]
+        rounds = self._rounds(pairs)
         for number, each in enumerate(rounds, 1):
+            began = time.monotonic()
             names = ", ".join(f"{self._machines[a]['name']} – {self._machines[b]['name']}" for a, b in each)
             self._say(f"round {number} of {len(rounds)}: {names}")
             for way, found in self._measured(each, reached, min(_RATE_SECONDS, _ROUNDS_SECONDS / len(rounds))).items():
                 self._ways[way] = better(self._ways.get(way), found)
+            self._longest = max(self._longest, time.monotonic() - began)
+
+    def _rounds(self, pairs: Sequence[Direction]) -> list[list[Direction]]:
+        """Return the rounds in which these pairs are measured."""
+        every = tournament(len(self._machines))
+        return [found for each in every if (found := [pair for pair in each if pair in pairs])]
 
     def _reach(self, ways: Sequence[Direction]) -> dict[Direction, list[Facts]]:
         """Return for each direction how each address of the other machine was reached, the one for training first."""

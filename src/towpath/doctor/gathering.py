@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from towpath.doctor.channels import SHORT_BYTES, Channel, listen, state_of
+from towpath.doctor.channels import accepted, connect, listen, state_of
 from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable, resolved, source_towards
 from towpath.errors import ConfigError
+from towpath.json_lines import SHORT_BYTES, JsonLines
 
 PORT = 29511
 
@@ -93,12 +94,12 @@ class Place:
         return replace(place, machine=str(place.number), key=",".join(hosts))
 
 
-def _connected(host: str, port: int) -> Channel:
+def _connected(host: str, port: int) -> JsonLines:
     """Connect to a host, at all its addresses in turn. Segments are short in both directions."""
     error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
         try:
-            return Channel.to(address, port, SHORT_BYTES)
+            return connect(address, port, SHORT_BYTES)
         except OSError as found:
             error = found
     raise error
@@ -109,7 +110,7 @@ class Leader:
 
     def __init__(self, place: Place, perform: Perform, hello: Any) -> None:
         self.place, self._perform = place, perform
-        self.links: dict[int, Channel] = {}
+        self.links: dict[int, JsonLines] = {}
         self.hellos: dict[int, Any] = {0: hello}
         # Of those that did not come, how it ends to connect to them; and of those that do not answer, the question.
         self.states: dict[int, str] = {}
@@ -131,14 +132,14 @@ class Leader:
                 say(f"waiting for {self.place.world - 1 - len(self.links)} of {self.place.world} processes")
                 self._listener.settimeout(min(left, 1.0))
                 with contextlib.suppress(OSError):
-                    self._greet(Channel(self._listener.accept()[0]))
+                    self._greet(accepted(self._listener.accept()[0]))
         missing = [number for number in range(1, len(self.place.hosts)) if number not in self.links]
         with ThreadPoolExecutor(max(1, len(missing))) as pool:
             self.states = dict(zip(missing, pool.map(self._state, missing), strict=True))
 
-    def _greet(self, link: Channel) -> None:
+    def _greet(self, link: JsonLines) -> None:
         """Welcome the process at the other end, if it belongs here. One that comes again has given up before."""
-        with contextlib.suppress(OSError, KeyError, TypeError):
+        with contextlib.suppress(OSError, KeyError):
             hello = link.receive()
             link.send({"key": self.place.key})
             if hello["key"] == self.place.key:
@@ -200,7 +201,7 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
     return question["text"], question["status"]
 
 
-def _welcomed(place: Place, hello: Any, until: float) -> Channel:
+def _welcomed(place: Place, hello: Any, until: float) -> JsonLines:
     """Return a connection over which the leader has welcomed this process."""
     error: OSError | None = None
     while True:

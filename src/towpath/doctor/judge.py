@@ -14,6 +14,7 @@ from typing import Any
 
 from towpath.doctor.findings import Finding, Severity, finding
 from towpath.doctor.interfaces import is_loopback, is_usable
+from towpath.progress import format_rate
 
 Direction = tuple[int, int]
 
@@ -45,11 +46,6 @@ def turned(way: Direction) -> Direction:
 def pairs_of(ways: Iterable[Direction]) -> tuple[Direction, ...]:
     """Return the pairs of machines between which these directions are."""
     return tuple(sorted({(min(way), max(way)) for way in ways}))
-
-
-def per_second(rate: float) -> str:
-    """Return a rate in bytes per second as text in bits."""
-    return f"{rate * 8 / 1e9:.3g} Gbit/s" if rate >= 1.25e8 else f"{rate * 8 / 1e6:.3g} Mbit/s"
 
 
 @dataclass(frozen=True)
@@ -143,8 +139,8 @@ class _Case:
         ways, first = sorted(blame.ways), min(blame.ways)
         carried = [self.ways[way]["together"] or self.ways[way]["alone"] for way in ways]
         evidence = [
-            f"{self.text(way)}: {per_second(self.ways[way]['alone'])}, expected {per_second(self.expected(way))}"
-            + (f"; {per_second(rate)} while the other direction is in use" if key == "half duplex" else "")
+            f"{self.text(way)}: {format_rate(self.ways[way]['alone'])}, expected {format_rate(self.expected(way))}"
+            + (f"; {format_rate(rate)} while the other direction is in use" if key == "half duplex" else "")
             for way, rate in zip(ways, carried, strict=True)
         ]
         hints = dict.fromkeys(hint for way in ways for end in (way, turned(way)) for hint in self.hints(*end))
@@ -299,7 +295,7 @@ def _interfaces(case: _Case) -> Iterator[Finding]:
         machines = sorted({receiver for (_, receiver), *_ in found})
         names, (_, slow, fast) = [case.names[at] for at in machines], min(found, key=lambda each: each[1])
         evidence = [
-            *(f"{case.text(way)}: {per_second(old)} to {now}, {per_second(new)} to {name}" for way, old, new in found),
+            *(f"{case.text(way)}: {format_rate(a)} to {now}, {format_rate(b)} to {name}" for way, a, b in found),
             *(f"{now} is chosen by {case.machines[at]['training']['why']}" for at in machines),
         ]
         exports = "\n".join(case.exports(at, name) for at in machines)
@@ -316,7 +312,7 @@ def _cables(case: _Case) -> Iterator[Finding]:
         if len(case.machines) > 2 and len(blame.machines) > 1:
             key = "slow pair"
         usual, slow = min(map(case.expected, blame.ways)), min(alone[way] for way in blame.ways)
-        yield case.on_cable(key, blame, usual, slow=per_second(slow), usual=per_second(usual))
+        yield case.on_cable(key, blame, usual, slow=format_rate(slow), usual=format_rate(usual))
 
 
 def _duplex(case: _Case) -> Iterator[Finding]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from towpath.doctor.channels import Channel, state_of
+from towpath.doctor.channels import connect, state_of
 from towpath.doctor.interfaces import Interface, family_of, interface_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
+from towpath.json_lines import JsonLines
 
 _ECHOES, _ECHO_SECONDS = 200, 0.3
 _DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
@@ -25,7 +26,7 @@ _DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
 _PAUSE_SECONDS, _SILENT_SECONDS = 0.03, 0.5
 # Packets that pass where larger ones are lost: behind switches without jumbo frames, and in common kinds of tunnels.
 _PACKETS = (8951, 1500, 1492, 1476, 1460, 1450, 1420, 1400, 1380, 1340, 1300, 1280, 576)
-_TRY_SECONDS = 0.2
+_TRY_SECONDS = 0.5
 _TCP_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
 
 
@@ -43,12 +44,11 @@ class Peer:
     port: int
     token: str
 
-    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> Channel:
+    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> JsonLines:
         """Return a connection to one of its services."""
-        link = Channel.to(self.address, self.port, segment)
+        link = connect(self.address, self.port, segment)
         try:
-            link.send({"token": self.token, "do": what, **more})
-            link.receive()
+            link.ask({"token": self.token, "do": what, **more})
             return link
         except BaseException:
             link.close()
@@ -89,14 +89,23 @@ def measure(peer: Peer, seconds: float) -> list[dict[str, Any]]:
         found["alone"] = rates(peer, (way,), seconds)[way]
         found |= {"stalls": not found["alone"], "mtu": mtu, "packet": mtu, "latency": latency}
         if found["stalls"]:  # not even one large packet arrives; smaller ones show what the cable carries
-            sizes = (size for size in _PACKETS if size < mtu)
-            passing = (size for size in sizes if rates(peer, (way,), _TRY_SECONDS, size - header)[way])
-            found["packet"] = next(passing, None)
+            found["packet"] = _largest(peer, way, mtu, header)
             segment = min(segment or mtu, (found["packet"] or _PACKETS[-1]) - header)
             found["alone"] = rates(peer, (way,), seconds, segment)[way]
     for way, rate in rates(peer, tuple(told), seconds, segment).items():
         told[way]["together"] = rate
     return [*told.values()]
+
+
+def _largest(peer: Peer, way: str, mtu: int, header: int) -> int | None:
+    """Return the largest packet that passes of those that are tried, all at the same time. None: none of them does."""
+
+    def passes(size: int) -> bool:
+        return rates(peer, (way,), _TRY_SECONDS, size - header)[way] > 0
+
+    sizes = [size for size in _PACKETS if size < mtu]
+    with ThreadPoolExecutor(len(_PACKETS)) as pool:
+        return max((size for size, does in zip(sizes, pool.map(passes, sizes), strict=True) if does), default=None)
 
 
 def _latency(peer: Peer) -> tuple[float, int]:
@@ -125,7 +134,7 @@ def rates(peer: Peer, ways: Sequence[str], seconds: float, segment: int | None =
 def _send(peer: Peer, seconds: float, segment: int | None) -> float:
     with contextlib.suppress(OSError), peer.ask("sink", segment=segment, seconds=seconds) as link:
         give(link.socket, seconds)
-        return link.receive(seconds + 1)
+        return link.receive(seconds + 1)["rate"]
     return 0.0
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from statistics import fmean, median
 
-from towpath.doctor.channels import Channel, listen
+from towpath.doctor.channels import accepted, listen
 
 CHUNK_BYTES = 1 << 20
 # A datagram: the token, the test, its number, and how many of the test have arrived.
@@ -39,17 +39,17 @@ class Services:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, KeyError, TypeError), Channel(connection) as link:
+        with contextlib.suppress(OSError, KeyError), accepted(connection) as link:
             asked = link.receive()
             if asked["token"] != self.token:  # another machine is meant, which has the same address
                 return
-            link.send("yes")
+            link.send({"yes": True})
             match asked["do"]:
                 case "echo":
                     while data := connection.recv(64):
                         connection.sendall(data)
                 case "sink":
-                    link.send(count(connection, asked["seconds"]))
+                    link.send({"rate": count(connection, asked["seconds"])})
                     # To close with bytes unread would reset the connection, and the answer with it.
                     while connection.recv(CHUNK_BYTES):
                         pass

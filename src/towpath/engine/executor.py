@@ -57,7 +57,7 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import ParamSyncs, Unit
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
-from towpath.engine.unequal_batches import UnequalBatches
+from towpath.engine.unequal_batches import Batches, UnequalBatches
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
@@ -119,8 +119,8 @@ class Engine:
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self.shares = None if strategy.shares is None else UnequalBatches(strategy.shares, comm)
-        self._boundary_check = BoundaryCheck(strategy, self._trained, comm, self.shares)
+        self.batches = Batches() if strategy.shares is None else UnequalBatches(strategy.shares, comm)
+        self._boundary_check = BoundaryCheck(strategy, self._trained, comm, self.batches)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         self._stepped: set[int] = set()  # the ids of parameters that were stepped since the last boundary
         comm.queues.plan(u.plan for u in units)
@@ -274,7 +274,7 @@ class Engine:
         sums = [b for b in unit.trainable if b.gradients.needs_grad_sync(self._terms)]
         if not sums:
             return None
-        works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
+        works = [partial(b.gradients.grad_sync, self._terms, self.batches.weighs) for b in sums]
         return self.comm.queues.submit(task.kind, _transfers_of(sums, task.kind), works, _handles(task.after))
 
     def _store_gradients(self, unit: Unit) -> None:
@@ -304,8 +304,7 @@ class Engine:
             # Evaluation must not decide when islands synchronize.
             if torch.is_grad_enabled():
                 self.sync_islands()
-                if self.shares is not None:
-                    self.shares.forward_begins()
+                self.batches.forward_begins()
         self.execute(self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing))
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
         # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
@@ -424,8 +423,8 @@ class Engine:
     def _backward_event(self, event: Callable[[], list[Action]]) -> None:
         """Execute what the step machine answers to an event that may begin a backward pass."""
         before = self.machine.in_backward
-        if self.shares is not None and not before:
-            self.shares.check_weighed()
+        if not before:
+            self.batches.check_weighed()
         try:
             actions = event()
         finally:
@@ -438,8 +437,7 @@ class Engine:
     @eager
     @_on_host
     def _end_backward(self) -> None:
-        if self.shares is not None:
-            self.shares.pass_ended(self.muted)
+        self.batches.pass_ended(self.muted)
         self.comm.record.ends("backward", None)
         with torch.no_grad():
             try:
@@ -452,6 +450,11 @@ class Engine:
                 self._micro_step_ended(self.comm.queues.micro_step + 1)
             elif not self.machine.staged:
                 self._micro_step_ended(0)
+
+    @property
+    def shares(self) -> UnequalBatches | None:
+        """The unequal batches, if the strategy has shares."""
+        return self.batches if isinstance(self.batches, UnequalBatches) else None
 
     # Stages of a pipeline -------------------------------------------------------------------------------------------
 
@@ -526,7 +529,7 @@ class Engine:
 
     def _set_grads(self) -> None:
         used = self._used
-        factor = 1.0 if self.shares is None else self.shares.end_step()
+        factor = self.batches.end_step()
         for unit in self._trained:
             for bucket in unit.trainable:
                 count = len(bucket.gradients.used)
@@ -538,8 +541,7 @@ class Engine:
         self._writes_before_step = self.writes.count
         if self.outer is not None:
             self.outer.begin()
-            if self.shares is not None:
-                self.outer.tokens = self.shares.tokens
+            self.outer.tokens = self.batches.tokens
         # Peers that wait for this rank quote the step that it has reached.
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
@@ -598,8 +600,7 @@ class Engine:
     def _abandon(self) -> None:
         """Drop the gradients of all micro-steps since the last boundary, also of a backward pass that raised."""
         self.comm.record.ends("backward", None)
-        if self.shares is not None:
-            self.shares.abandoned()
+        self.batches.abandoned()
         self.execute(self.machine.abandoned())
         self._micro_step_ended(0)
         for unit in self.units:

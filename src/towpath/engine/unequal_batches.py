@@ -37,9 +37,41 @@ _PAUSE = 45  # steps between two windows, later
 _SHOWN = 16  # ranks whose rows are printed
 
 
+class Batches:
+    """The batches of a model on one rank, as the engine sees them. These are equal: a plain mean weighs them right."""
+
+    weighs = False  # whether `end_step` may return another factor than 1
+    tokens = 0  # of all ranks of the island, in all steps. Equal batches are not counted.
+
+    def forward_begins(self) -> None:
+        """Note that a forward pass with a graph begins."""
+
+    def check_weighed(self) -> None:
+        """Raise StepError if the loss of the backward pass that begins was not weighed."""
+
+    def pass_ended(self, muted: bool) -> None:
+        """Count the tokens of a backward pass, unless its gradients count as zero."""
+
+    def abandoned(self) -> None:
+        """Drop the passes since the last boundary."""
+
+    def encoded(self) -> bytes:
+        """Return what this rank tells at a boundary, in its slot. Other slots are zeros, which the maximum ignores."""
+        return b""
+
+    def decode(self, slots: bytes) -> None:
+        """Take what all ranks have told."""
+
+    def end_step(self) -> float:
+        """Begin the next step. Return the factor of the mean gradients, which is the same on all ranks."""
+        return 1.0
+
+
 @final
-class UnequalBatches:
+class UnequalBatches(Batches):
     """The unequal batches of a model on one rank. The engine holds one if its strategy has shares."""
+
+    weighs = True
 
     def __init__(self, shares: Shares, comm: CommContext) -> None:
         self._shares, self._comm, self._number = shares, comm, comm.number
@@ -47,7 +79,6 @@ class UnequalBatches:
         self._clock = ComputeClock(comm.record) if shares == AUTO else None
         self.say: Callable[[str], object] = _LOG.info if comm.groups.rank == 0 else _LOG.debug
         self.drawn = 0  # micro-batches that a sampler has taken
-        self.tokens = 0  # of all ranks of the island, in all steps
         self._scale = 0.0
         self._of_pass: int | None = None  # the tokens of the running backward pass
         self._of_step = 0  # those of the passes since the last boundary, on this rank
@@ -135,7 +166,6 @@ class UnequalBatches:
             self._clock.begin()
 
     def check_weighed(self) -> None:
-        """Raise StepError if the loss of the backward pass that begins was not weighed."""
         if self._of_pass is None:
             raise StepError(
                 f"rank {self._number}: the strategy has shares, and the loss of this backward pass has no weight. Call "
@@ -144,14 +174,12 @@ class UnequalBatches:
             )
 
     def pass_ended(self, muted: bool) -> None:
-        """Count the tokens of a backward pass, unless its gradients count as zero."""
         if self._clock is not None:
             self._clock.end()
         self._of_step += 0 if muted else self._of_pass or 0
         self._of_pass = None
 
     def abandoned(self) -> None:
-        """Drop the passes since the last boundary."""
         self._of_pass, self._of_step = None, 0
         if self._clock is not None:
             self._clock.drop_step()
@@ -159,18 +187,15 @@ class UnequalBatches:
     # The boundary -----------------------------------------------------------------------------------------------------
 
     def encoded(self) -> bytes:
-        """Return what this rank tells, in its slot. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(TOLD.size * self._comm.groups.world)
         seconds = 0.0 if self._clock is None else self._clock.end_step(self._of_step)
         TOLD.pack_into(slots, TOLD.size * self._comm.groups.rank, self._of_step, seconds, self.drawn)
         return bytes(slots)
 
     def decode(self, slots: bytes) -> None:
-        """Take what all ranks have told."""
         self._told = list(TOLD.iter_unpack(slots))
 
     def end_step(self) -> float:
-        """Begin the next step. Return the factor of the mean gradients, which is the same on all ranks."""
         tokens, seconds = [each for each, _, _ in self._told], [each for _, each, _ in self._told]
         total, self._of_step = sum(tokens), 0
         if not total:

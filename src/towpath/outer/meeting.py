@@ -14,19 +14,19 @@ which rank 0 of an island asks for each exchange. Messages are lines of JSON.
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
-from typing import Any, final
+from contextlib import suppress
+from typing import final
 
 from towpath.daemons import start_daemon
 from towpath.errors import ConfigError, StepError
-from towpath.outer.register import Message, Register
+from towpath.json_lines import JsonLines, Message
+from towpath.outer.register import Register
 
 _CONNECT_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0  # what listens is a thread, and a machine may be busy
@@ -35,7 +35,6 @@ _PAUSE_SECONDS = 0.2
 # How long an island that begins a run looks for one that is there. It is longer than the pauses between two looks.
 _ALONE_SECONDS = 3.0
 _LOOK_SECONDS = 1.0
-_LINE_BYTES = 1 << 20  # at most, since another program may have connected
 _LOCAL = "127."
 
 
@@ -46,20 +45,13 @@ def parsed(address: str) -> tuple[str, int]:
 
 
 @final
-class Wire:
-    """A connection that carries lines of JSON. Whatever goes wrong with it, or is no message, raises an OSError."""
+class Wire(JsonLines):
+    """A connection between two islands."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        sock.settimeout(_ANSWER_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.here: str = sock.getsockname()[0]  # the host of this end, as the other one reaches it
-        self.peer: str = sock.getpeername()[0]  # the host at the other end
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, _ANSWER_SECONDS)
         self.number = -1  # of the island at the other end, once it has one
         self.began = time.monotonic()
-        self._read: list[Message] = []
-        self._rest = b""
-        self._sending = threading.Lock()
 
     @staticmethod
     def to(address: str) -> Wire:
@@ -67,40 +59,6 @@ class Wire:
             return Wire(socket.create_connection(parsed(str(address)), _CONNECT_SECONDS))
         except (ValueError, OverflowError) as error:  # another program has named it
             raise ConnectionError(f"{address!r} is no address") from error
-
-    def send(self, message: Message) -> None:
-        with self._sending:
-            self.sock.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> list[Message]:
-        """Return the messages that one read brings."""
-        found = self.sock.recv(1 << 16)
-        if not found:
-            raise ConnectionError("its connection has ended")
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        try:
-            messages: list[Any] = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
-            messages = [None]
-        if len(self._rest) > _LINE_BYTES or not all(isinstance(each, dict) for each in messages):
-            raise ConnectionError("it is another program")
-        return messages
-
-    def next(self) -> Message:
-        """Wait for the next message, and return it."""
-        while not self._read:
-            self._read = self.read()
-        return self._read.pop(0)
-
-    def ask(self, message: Message) -> Message:
-        """Send a message, and return the answer, which comes at once."""
-        self.send(message)
-        return self.next()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
-        self.sock.close()
 
 
 @final
@@ -184,7 +142,7 @@ class Listener:
 
     def _close(self, wire: Wire) -> None:
         with suppress(KeyError, ValueError):  # it is closed
-            self._select.unregister(wire.sock)
+            self._select.unregister(wire.socket)
         wire.close()
 
     def _take(self, wire: Wire, message: Message) -> None:
@@ -215,7 +173,7 @@ class Listener:
             return {"unknown": True}
         if number is not None and number not in self.register.expected:
             return {"end": "the other islands went on without this one. Start it again, and it joins them."}
-        host = wire.peer
+        host = wire.there
         if host.startswith(_LOCAL):  # islands elsewhere reach this machine at the host that they came to
             host = next((each.here for each in self._wires.values() if not each.here.startswith(_LOCAL)), host)
         wire.number = self.register.arrive(hello, f"{host}:{hello['port']}", now)
@@ -244,7 +202,7 @@ class Listener:
         """Look at the addresses of `meet`: for islands that have found no run, and for another half of this one."""
         while not self._ends.wait(_LOOK_SECONDS):
             for address in self._meet if self.register is not None else ():
-                with suppress(OSError, KeyError), closing(Wire.to(address)) as wire:
+                with suppress(OSError, KeyError), Wire.to(address) as wire:
                     answer = wire.ask({"look": self._self() | {"at": f"{wire.here}:{self.port}"}})
                     with self._lock:
                         self._compare(answer | {"at": address})
@@ -353,7 +311,7 @@ class Seat:
             if "welcome" in answer:
                 self._number, self._wire = answer["welcome"], wire
                 self._listener.run, self._listener.holder = answer["run"], address
-                wire.sock.settimeout(self._silence)
+                wire.seconds = self._silence
                 break
             wire.close()
             if "refused" in answer and number is None:
@@ -398,7 +356,7 @@ class Seat:
                 if message:
                     wire.send(message)
                 # "pong" is but a sign of life.
-                answer = next(each for each in iter(wire.next, None) if "pong" not in each)
+                answer = next(each for each in iter(wire.receive, None) if "pong" not in each)
             except OSError:
                 self._fail_over(wire)
                 continue
@@ -411,7 +369,7 @@ class Seat:
                 self._last = answer
             if "outcome" in answer:
                 self._state["last"] = [answer["outcome"], answer["applied"]]
-            return answer | {"host": wire.peer}
+            return answer | {"host": wire.there}
 
     def _ping(self) -> None:
         """Say now and then that this island is there. If that fails, the holder has ended."""

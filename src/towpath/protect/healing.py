@@ -60,7 +60,8 @@ def found_in_memory(ranks: NodeRanks, control: AllRanks) -> list[Found]:
     for rank, of_rank in enumerate(listed):
         for run, step, digest, names, present in of_rank:
             if run != runs[0]:
-                _LOG.error("THE NODE OF RANK %d HAS A SNAPSHOT OF ANOTHER RUN, of step %d. It is not used.", rank, step)
+                if control.groups.rank == 0:
+                    _LOG.error("THE NODE OF RANK %d HAS A SNAPSHOT OF ANOTHER RUN, of step %d: not used.", rank, step)
                 continue
             each = found.setdefault((step, digest), Found(step, digest, rank, {name: set() for name in names}))
             for name in present:

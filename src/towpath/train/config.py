@@ -163,7 +163,7 @@ class TrainConfig(Section):
 class OuterConfig(Section):
     """Outer steps: islands of nodes train on their own, and synchronize now and then. Without `every`, there are none.
 
-    A strategy's file also sets the outer learning rate, momentum and blend.
+    A strategy's file also sets the outer learning rate and momentum.
     """
 
     NAME: ClassVar = "strategy.outer"
@@ -171,6 +171,7 @@ class OuterConfig(Section):
     every: int = key(0, "steps between exchanges of the same weights; 0: no outer steps", FROM_0)
     fragments: int = key(1, "parts of the model, exchanged at different steps")
     delay: int = key(0, "steps that an exchange may take while training goes on")
+    blend: float = key(0.0, "share of an island's own weights that a result leaves; with a delay: 0.5")
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
     meet: str = key("", "HOST:PORT where islands that come and go meet")
@@ -186,8 +187,8 @@ class OuterConfig(Section):
             return None
         try:
             transport = outer_transport(self.codec)
-            islands = self.islands or None
-            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=islands, meet=self.meet)
+            own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("codec", "islands")}
+            return Outer(**own, transport=transport, islands=self.islands or None)
         except ConfigError as error:
             raise ConfigError(f"[strategy.outer]: {error}") from None
 

@@ -19,7 +19,7 @@ from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.checksum import checksum
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.unequal_batches import UnequalBatches
+from towpath.engine.unequal_batches import Batches
 
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
@@ -32,9 +32,7 @@ class BoundaryCheck:
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
     """
 
-    def __init__(
-        self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext, batches: UnequalBatches | None = None
-    ) -> None:
+    def __init__(self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext, batches: Batches) -> None:
         self._batches = batches
         self._comm, self._buckets = comm, [(unit, bucket) for unit in trained for bucket in unit.trainable]
         self._places = [place for _, bucket in self._buckets for place in bucket.layout.places]
@@ -47,10 +45,9 @@ class BoundaryCheck:
     def compare(self, boundary: int) -> list[bool]:
         """Return for each parameter whether any rank has a gradient for it, at the boundary of this number."""
         mine = [used for _, bucket in self._buckets for used in bucket.gradients.used]
-        batches = b"" if self._batches is None else self._batches.encoded()
+        batches = self._batches.encoded()
         if not self._transfers:
-            if self._batches is not None:
-                self._batches.decode(batches)
+            self._batches.decode(batches)
             return mine
         log = self._comm.log
         kept = sum(place.parameter.grad is not None for place in self._places)
@@ -69,8 +66,7 @@ class BoundaryCheck:
         combined = compared.tolist()
         end = len(combined) - len(batches)
         log.check(bytes(combined[len(mine) : end]), self._comm.groups.all_gather_objects)
-        if self._batches is not None:
-            self._batches.decode(bytes(combined[end:]))
+        self._batches.decode(bytes(combined[end:]))
         return [bool(used) for used in combined[: len(mine)]]
 
     def _take_checksums(self) -> None:

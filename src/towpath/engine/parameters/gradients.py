@@ -93,6 +93,7 @@ class BucketGradients(ABC):
     """
 
     low_rank: LowRankSync | None = None
+    _left = 1.0  # what `grad_sync` has left to `set_grads` to divide by
 
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
         self.plan, self._places = plan, places
@@ -189,8 +190,11 @@ class BucketGradients(ABC):
         return True
 
     @abstractmethod
-    def grad_sync(self, terms: int, workspace: Workspace) -> None:
-        """Turn the sums into means over `terms` gradients, for the elements of this rank's OS slice."""
+    def grad_sync(self, terms: int, weighs: bool, workspace: Workspace) -> None:
+        """Turn the sums into means over `terms` gradients, for the elements of this rank's OS slice.
+
+        `weighs`: Whether `set_grads` gets a factor, and can divide in the same launch.
+        """
 
     @abstractmethod
     def _means(self) -> Sequence[torch.Tensor | None]:
@@ -202,8 +206,8 @@ class BucketGradients(ABC):
 
     def set_grads(self, used: Sequence[bool], factor: float = 1.0) -> None:
         """Add the mean gradient times `factor` to `.grad` of each parameter that any rank used. Start the next step."""
-        if factor != 1.0:
-            self._multiply(factor)
+        if factor != self._left:
+            self._multiply(factor / self._left)
         for place, mean, is_used in zip(self._places, self._means(), used, strict=True):
             parameter = place.parameter
             assert isinstance(parameter, ShardTensor)
@@ -294,7 +298,7 @@ class UnsentGradients(BucketGradients):
     def needs_grad_sync(self, terms: int) -> bool:
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
 
-    def grad_sync(self, terms: int, workspace: Workspace) -> None:
+    def grad_sync(self, terms: int, weighs: bool, workspace: Workspace) -> None:
         before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
         sums = [each for each in self._sums if each is not None]
         for divisor in (before, after):
@@ -442,7 +446,7 @@ class FlatGradients(BucketGradients):
                 self.sums.div_(after)
         self._holds_sums = True
 
-    def grad_sync(self, terms: int, workspace: Workspace) -> None:
+    def grad_sync(self, terms: int, weighs: bool, workspace: Workspace) -> None:
         """Sum the G shard over its replicas, and divide. The mean is then in this rank's OS slice."""
         assert self.sums is not None
         before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
@@ -463,7 +467,10 @@ class FlatGradients(BucketGradients):
                 bound.run(sent if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
             if sent is not whole:
                 mine.copy_(own)
-        if after != 1 and self.low_rank is None:
+        after = after if self.low_rank is None else 1.0
+        # A `.grad` of its own may be too narrow for the sum.
+        self._left = after if weighs and self.plan.grad_is_view else 1.0
+        if after != self._left:
             mine.div_(after)
         if not self.plan.grad_is_view:
             # `.grad` has the parameters' dtype, or is in host memory. The copy to the host runs in the order of this
