@@ -63,11 +63,11 @@ def reasons_of(rows: Sequence[Gain], why: Mapping[str, str]) -> str:
         ValueError: If such a row has no reason, or another row has one.
     """
     missed = [row for row in rows if not row.as_it_ran.endswith(TICK)]
-    names = {row.name for row in missed}
-    if names != why.keys():
+    names, given = {row.name for row in missed}, set(why)
+    if names != given:
         raise ValueError(
-            f"{REASONS.name} lacks {sorted(names - why.keys())}, and has rows that match, do not count or do not "
-            f"exist: {sorted(why.keys() - names)}. Every gain that counts and does not match needs a reason."
+            f"{REASONS.name} lacks {sorted(names - given)}, and has rows that match, do not count or do not exist: "
+            f"{sorted(given - names)}. Every gain that counts and does not match needs a reason."
         )
     lines = ["| paper | what | printed | as it ran | why |", "|---|---|---|---|---|"]
     shown = (f"| {row.place} | {row.what} | {row.printed} | {row.as_it_ran} | {why[row.name]} |" for row in missed)
