@@ -18,6 +18,8 @@ from benchmarks.suites.propagation import (
     CASES,
     COUNTED,
     DROPS,
+    EARLY,
+    LATE,
     LAYOUTS,
     LOSES,
     NEXT,
@@ -49,7 +51,8 @@ def sections() -> Iterator[str]:
         f"{STAGES} stages, {OPTIMUS.blocks} blocks of width {OPTIMUS.width}, messages of rank {OPTIMUS.rank}. A step "
         f"has {TOKENS:,} tokens, or a multiple of it. Micro-batches × sequences of {OPTIMUS.length} tokens × copies "
         f"are {layouts}. More tokens come from more copies, so messages keep their size. Sending stage s of P encodes "
-        "its last P − s micro-batches. All means are over three seeds, or over those that have run."
+        "its last P − s micro-batches. All means are over three seeds, or over those that have run. Only the first "
+        f"seed has gradients at the steps {EARLY} and {LATE}."
     )
     yield _filled(
         f"`{PROPAGATES}` adds what a message loses to the next encoded one. `{LOSES}` forgets it. `{NEXT}` adds it to "

@@ -1,4 +1,4 @@
-"""The orders of events of the programs that the papers ran (tools/docs/papers/peers.py)."""
+"""The programs that the papers ran (tools/docs/papers/peers.py), and the reasons of rows that do not match."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 import towpath
 from tools.docs.papers.peers import NO_TWO_HOPS, PROGRAMS, STAGE1, STAGE2, STAGE3_EARLY, STAGE3_MEGATRON, Program
+from tools.docs.papers.summary import Gain, reasons_of
 from towpath.core.formats import Precision
 from towpath.core.routes import Form, Op
 from towpath.core.schedule import Compute
@@ -63,3 +64,17 @@ def test_without_two_hops_each_micro_step_sums_over_all_ranks() -> None:
         if task.kind is TransferKind.REDUCE:
             (transfer,) = task.transfers
             assert transfer.move.op is Op.ALL_REDUCE and transfer.move.members == TOPOLOGY.world
+
+
+ROWS = [Gain("A, Fig. 1", "x / y", "1.50", "1.55 ✓", "1.10"), Gain("A, Fig. 2", "x / z", "2.00", "1.10", "2.00 ✓")]
+
+
+def test_a_gain_that_does_not_match_as_it_ran_is_shown_with_its_reason() -> None:
+    shown = reasons_of(ROWS, {"A, Fig. 2 | x / z": "rings were slower"}).splitlines()[2:]
+    assert shown == ["| A, Fig. 2 | x / z | 2.00 | 1.10 | rings were slower |"]
+
+
+@pytest.mark.parametrize("why", [{}, {"A, Fig. 1 | x / y": "…", "A, Fig. 2 | x / z": "…"}], ids=["none", "too many"])
+def test_reasons_are_those_of_the_gains_that_do_not_match(why: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="needs a reason"):
+        reasons_of(ROWS, why)

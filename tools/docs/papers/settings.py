@@ -127,10 +127,33 @@ def lins(params: int) -> System:
     return System(Placement(Extent(params), Extent(params), Extent(8)), {"route": "flat"})
 
 
+# What `python -m tools.docs.papers` changes about all clusters: arguments of `_changed`.
+CHANGE: dict[str, float] = {}
+
+
 def cluster(name: str, nodes: int, gigabytes: float | None = None) -> Cluster:
     """Return a shipped cluster with so many nodes, and perhaps another rate between them."""
     found = load_cluster(name).on(nodes)
-    return found if gigabytes is None else found.at_rate(gigabytes * 1e9)
+    return _changed(found if gigabytes is None else found.at_rate(gigabytes * 1e9), **CHANGE)
+
+
+def _changed(
+    found: Cluster,
+    latency: float | None = None,
+    latency_inside: float | None = None,
+    rate: float | None = None,
+    reached: float | None = None,
+) -> Cluster:
+    hardware = found.hardware
+    inter, intra = hardware.inter, hardware.intra
+    if latency is not None:
+        inter = replace(inter, latency=latency * 1e-6)
+    if latency_inside is not None:
+        intra = replace(intra, latency=latency_inside * 1e-6)
+    if rate is not None:
+        inter = replace(inter, rate=rate * 1e9)
+    share = found.reached if reached is None else reached
+    return replace(found, hardware=replace(hardware, inter=inter, intra=intra), reached=share)
 
 
 # Lins's placements (Table III), and the group of MiCS. In the text of the paper that we have, the last cell of the
