@@ -76,13 +76,29 @@ def test_a_lock_of_another_machine_or_one_that_says_nothing_is_removed_only_by_h
     tmp_path: Path, process: subprocess.Popen[bytes], holder: str
 ) -> None:
     """Another job may be about to write it."""
-    path = _put(tmp_path, process, host="node-7", machine="node-7 boot 1", started=1)
+    path = _put(tmp_path, process, host="node-7", machine="node-7 boot 1", computer="node-7 1", started=1)
     if holder != "elsewhere":
         path.write_text(holder)
     with pytest.raises(RefusedError, match="on host node-7" if holder == "elsewhere" else "If it cannot be alive"):
         Lock(tmp_path).hold()
     path.unlink()
     Lock(tmp_path).hold()
+
+
+@pytest.mark.parametrize(("here", "theirs"), [("node-7 1", "node-7 1"), ("node-7 1", "node-7 2"), ("", "")])
+def test_the_lock_of_a_machine_that_was_switched_off_is_its_own_again(
+    tmp_path: Path, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, here: str, theirs: str
+) -> None:
+    """The process may have the number of one that runs now. Containers know no machine, so theirs stay."""
+    monkeypatch.setattr(folders, "_computer", lambda: here)
+    path = _put(tmp_path, process, machine="node-7 boot 1", computer=theirs)
+    lock = Lock(tmp_path)
+    if here and here == theirs:
+        lock.hold()
+        assert json.loads(path.read_text())["pid"] == os.getpid()
+        return
+    with pytest.raises(RefusedError, match="If it cannot be alive"):
+        lock.hold()
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])

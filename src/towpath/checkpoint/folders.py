@@ -32,6 +32,7 @@ IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a r
 LOCK = "lock.json"
 
 _LOG = logger("checkpoint")
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux: that of a machine itself
 _PARTIAL = re.compile(r"step-[0-9]+\.partial-\w+")
 _REPLACED = re.compile(r"(step-[0-9]+)\.replaced-\w+")
 
@@ -151,7 +152,8 @@ class Lock:
     """The right of a job to write to a folder, which the job's rank 0 holds. `lock_of` returns it.
 
     `lock.json` is created exclusively (O_EXCL), so one of several jobs gets it. It names the job's process. If that has
-    ended on this machine, as its number and start time tell, the next job takes the lock over.
+    ended on this machine, as its number and start time or a new start of the machine tell, the next job takes the lock
+    over.
     """
 
     def __init__(self, root: Path) -> None:
@@ -161,6 +163,7 @@ class Lock:
             "pid": os.getpid(),
             "started": _started(os.getpid()),  # tells the process from a later one with the same number
             "machine": _machine(),
+            "computer": _computer(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             "job": uuid.uuid4().hex,
         }
@@ -228,7 +231,10 @@ class Lock:
 
     def _is_dead(self, holder: dict[str, Any]) -> bool:
         pid = holder.get("pid")
-        if not self._me["machine"] or holder.get("machine") != self._me["machine"] or type(pid) is not int or pid < 1:
+        is_here = self._me["machine"] and holder.get("machine") == self._me["machine"]
+        if not is_here and self._me["computer"] and holder.get("computer") == self._me["computer"]:
+            return True  # this machine was switched off meanwhile
+        if not is_here or type(pid) is not int or pid < 1:
             return False
         if pid == os.getpid():  # of a saver that could not remove it, or of a process before with the same number
             return True
@@ -262,6 +268,16 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:  # not Linux: the lock of a dead job must be removed by hand
+        return ""
+
+
+def _computer() -> str:
+    """Return what this machine keeps when it is switched off, or "" in a container: those of an image share it."""
+    try:
+        is_container = Path("/proc/self/ns/pid").stat().st_ino != _FIRST_PID_NAMESPACE
+        number = Path("/etc/machine-id").read_text().strip()
+        return f"{socket.gethostname()} {number}" if number and not is_container else ""
+    except OSError:
         return ""
 
 
