@@ -186,20 +186,27 @@ def branches() -> frozenset[Branch]:
     return frozenset(branch for path in paths for branch in _Finder(path).found)
 
 
+# For each function that has run in this process: the branches of its instructions, by offset, that have not run yet.
+_left: dict[int, dict[int, list[Branch]]] = {}
+
+
 @contextmanager
 def recording() -> Generator[set[Branch]]:
-    """Yield a set that gets the branches that run inside the block, on all threads."""
+    """Yield a set that gets the branches that run inside the block, on all threads.
+
+    A function is watched until all of its branches have run, also in earlier blocks of this process: a step that is
+    traced is several times slower. So a set may lack branches that ran in such a block.
+    """
     by_file: dict[str, list[Branch]] = {}
     for branch in branches():
         by_file.setdefault(str(SOURCES / branch.file), []).append(branch)
     ran: set[Branch] = set()
-    known: dict[CodeType, dict[int, list[Branch]]] = {}
 
     def branches_of(code: CodeType) -> dict[int, list[Branch]]:
         """Return the branches that each instruction belongs to, by its offset."""
         found: dict[int, list[Branch]] = {}
         for number, position in enumerate(code.co_positions()):
-            if here := [branch for branch in by_file.get(code.co_filename, ()) if branch.has(position)]:
+            if here := [branch for branch in by_file[code.co_filename] if branch.has(position)]:
                 found[2 * number] = here
         return found
 
@@ -207,16 +214,21 @@ def recording() -> Generator[set[Branch]]:
         code = frame.f_code
         if code.co_filename not in by_file:
             return None
-        if code not in known:
-            known[code] = branches_of(code)
-        if not known[code]:
+        left = _left.get(id(code))
+        if left is None:
+            left = _left[id(code)] = branches_of(code)
+        if not left:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return stepped
 
     def stepped(frame: FrameType, event: str, _: Any) -> Any:
         if event == "opcode":
-            ran.update(known[frame.f_code].get(frame.f_lasti, ()))
+            left = _left[id(frame.f_code)]
+            if here := left.get(frame.f_lasti):
+                ran.update(here)
+                for number in [n for n, those in list(left.items()) if ran.issuperset(those)]:
+                    left.pop(number, None)  # another thread may have been first
         return stepped
 
     before = sys.gettrace()

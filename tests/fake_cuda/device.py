@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,8 +51,23 @@ _IN_PLACE = {"set_", "resize_", "resize_as_"}
 _TAKE_HOST_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 
 
-# A function for `sys.settrace` on each thread that an operator runs on: autograd's threads are not Python's own.
+# A function for `sys.settrace` on each thread after its first operator: autograd's threads are not Python's own.
+# Operators themselves run without it, because it would make them several times slower.
 trace: Callable[..., Any] | None = None
+
+
+def _untraced(operate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(operate)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if trace is None:
+            return operate(*args, **kwargs)
+        sys.settrace(None)
+        try:
+            return operate(*args, **kwargs)
+        finally:
+            sys.settrace(trace)
+
+    return call
 
 
 @cache
@@ -121,10 +136,9 @@ class Device:
         self._on_wait = on_wait
         self.launched = 0  # operations so far, views not among them
 
+    @_untraced
     def run(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operator that has at least one argument on the device, or makes a tensor there."""
-        if trace is not None and sys.gettrace() is not trace:
-            sys.settrace(trace)
         known = _Operator.of(op)
         if known.is_view or known.in_place:
             return op.redispatch(_CPU, *args, **kwargs)
@@ -170,6 +184,7 @@ class Device:
                 f"{host[0].device}! ({op} of {', '.join(f'{tuple(t.shape)} on {t.device}' for t in found)})"
             )
 
+    @_untraced
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Copy between the device and the host, or inside the device."""
         self.launched += 1

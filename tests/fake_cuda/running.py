@@ -18,8 +18,8 @@ from tests.ranks.server import World
 
 WIDTH = 96
 
-marked: set[str] = set()  # the tests that are marked
-ended: set[str] = set()  # those of them that have run
+marked: dict[str, set[str]] = {}  # the tests that are marked, by module
+ended: dict[str, set[str]] = {}  # those of them that have run
 ran: set[Branch] = set()  # the branches that ran there
 
 
@@ -30,9 +30,9 @@ def on_gpus(ranks: int = 1) -> Callable[[Callable[..., None]], Callable[..., Non
         @functools.wraps(test)
         def run(world: Callable[[int], World], **arguments: Any) -> None:
             ran.update(*world(ranks).run(_recorded, test.__module__, test.__name__, arguments))
-            ended.add(test.__name__)
+            ended.setdefault(test.__module__, set()).add(test.__name__)
 
-        marked.add(test.__name__)
+        marked.setdefault(test.__module__, set()).add(test.__name__)
         signature = inspect.signature(test)
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         made: Any = run

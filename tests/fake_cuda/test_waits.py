@@ -1,4 +1,7 @@
-"""Where the host may wait for the device in a step: nowhere but for the sizes of exact messages, and after the step."""
+"""Where the host may wait for the device in a step: nowhere but for the sizes of exact messages, and after the step.
+
+The branches that run here run in test_steps.py, too, which notes them. Steps that are traced are several times slower.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from unittest import mock
 import torch
 
 import towpath
-from tests.fake_cuda.running import check_waits, loss_of, net, on_gpus, sharded
+from tests.fake_cuda.running import check_waits, loss_of, net, sharded
 from tests.fake_cuda.world import World, fake_gpus
+from tests.ranks.server import on_ranks
 from towpath import Outer, Precision
 from towpath.engine.compute_clock import WARM_UP, WINDOW
 from towpath.observe import record
@@ -36,7 +40,7 @@ def passes(gpus: World, model: Any) -> None:
         loss_of(model).backward()
 
 
-@on_gpus()
+@on_ranks(1)
 @small
 def test_exact_transports_wait_once_in_a_step_and_never_in_a_pass() -> None:
     for name, precision, apart in (
@@ -60,7 +64,7 @@ def test_exact_transports_wait_once_in_a_step_and_never_in_a_pass() -> None:
             assert "_write_kernel" in gpus.launches
 
 
-@on_gpus()
+@on_ranks(1)
 def test_an_exchange_between_islands_is_applied_without_a_wait() -> None:
     for name, outer in (
         ("zero1", Outer(every=1, nccl=True)),
@@ -79,7 +83,7 @@ def test_an_exchange_between_islands_is_applied_without_a_wait() -> None:
             check_waits(gpus.cuda, step, steps=6)
 
 
-@on_gpus()
+@on_ranks(1)
 def test_ranks_are_measured_without_a_wait() -> None:
     with fake_gpus(2, 2) as gpus:
         model = sharded(gpus.topology, "zero3", shares="auto")
@@ -98,7 +102,7 @@ def test_ranks_are_measured_without_a_wait() -> None:
         assert len(found) >= WINDOW and all(seconds > 0 for seconds in found)
 
 
-@on_gpus()
+@on_ranks(1)
 def test_towpath_train_reads_the_step_before_and_times_few_steps(tmp_path: Path) -> None:
     """While the device has all of the next step to do. Rows are of their own steps, also the last one."""
     with fake_gpus(1, 2) as gpus:

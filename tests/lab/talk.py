@@ -1,4 +1,4 @@
-"""Two ranks and a test that talks to rank 1 by two pipes: may a byte pass to rank 0 and back? It answers yes or no.
+"""Rank 1 answers a test over two pipes: may a byte pass to rank 0 and back? It says yes or no.
 
 python talk.py QUESTIONS ANSWERS     a question is the seconds to wait for the byte
 """
@@ -18,7 +18,7 @@ if os.environ["RANK"] == "0":
         connection, _ = server.accept()
         while byte := connection.recv(1):
             connection.sendall(byte)
-else:
+elif os.environ["RANK"] == "1":
     connection = None
     while connection is None:
         with suppress(ConnectionRefusedError):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import towpath
 from benchmarks import gpt
 from lab import Lab
+from lab.lab import PRELOAD
 from lab.links import CABLE
 from tests.ranks.strategies import seldom
 from towpath.errors import StepError
@@ -25,6 +26,8 @@ THREE_NODES = towpath.Topology(3, 1)
 PATIENCE_SECONDS = 5
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
+# Each rank would otherwise import them.
+MODULES = (*PRELOAD, "towpath.api", "tests.lab.test_faults")
 
 
 def _train(rank: int, world: int, strategy: str, stop: Callable[[], None], shape: towpath.Topology) -> str | None:
@@ -89,7 +92,7 @@ def _lose_the_link() -> None:
 def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
     strategy: str, stop: Callable[[], None], shape: towpath.Topology
 ) -> None:
-    with Lab(shape) as lab:
+    with Lab(shape, preload=MODULES) as lab:
         ends = lab.call(_train, strategy, stop, shape, timeout_seconds=HANGS_SECONDS)
     for rank, text in enumerate(ends[:-1]):
         assert text.startswith(f"rank {rank}: ")

@@ -66,7 +66,7 @@ def span_seconds(shaped: Lab, transfer: Callable[..., tuple[float, float]], payl
 
 @pytest.mark.parametrize(
     ("shape", "passes"),
-    [((2, 1, "50mbit", None), 1), seldom((1, 2, None, "50mbit"), 2)],  # both directions share a loopback
+    [((3, 1, "50mbit", None), 1), seldom((1, 2, None, "50mbit"), 2)],  # both directions share a loopback
     ids=["cable", "loopback"],
 )
 def test_a_link_holds_its_rate_with_both_directions_busy(lab: Labs, shape: tuple[object, ...], passes: int) -> None:
@@ -175,7 +175,7 @@ def test_a_cut_cable_carries_nothing_and_a_mended_one_carries_on(lab: Labs, tmp_
     pipes = [tmp_path / "questions", tmp_path / "answers"]
     for pipe in pipes:
         os.mkfifo(pipe)
-    shaped = lab(2, 1, "50mbit", preload=OF_MESSAGES)
+    shaped = lab(3, 1, "50mbit", preload=OF_MESSAGES)
     with (
         shaped.start([str(HERE / "talk.py"), *map(str, pipes)], launcher="direct"),
         pipes[0].open("w") as questions,

@@ -29,5 +29,5 @@ def test_the_program_of_the_page_raises_a_lab_and_uses_it(tmp_path: Path, monkey
 
 
 def test_what_a_region_sends_is_counted_as_the_page_says(lab: Labs) -> None:
-    carried = lab(2, 1).call(functions.counted_by, programs("guides/lab.md")["counters"])
+    carried = lab(2, 1, preload=("torch",)).call(functions.counted_by, programs("guides/lab.md")["counters"])
     assert all(400_000 <= each.sent_bytes < 480_000 for each in carried), carried

@@ -14,11 +14,14 @@ from torch import nn
 import towpath
 from lab import Lab
 from lab.errors import LabError
+from lab.lab import PRELOAD
 from tests.ranks.strategies import seldom
 from towpath.topology.cluster import Topology
 
 # Nodes of two racks in turn, as a scheduler may hand them out.
 RACKS = (0, 1, 0, 1)
+# Each rank of each call would otherwise import them.
+MODULES = (*PRELOAD, "towpath.api", "tests.lab.test_racks")
 SHORT, LONG = 1, 4
 
 
@@ -45,7 +48,7 @@ def train(rank: int, world: int, name: str, steps: int, named: bool) -> tuple[st
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(Topology(4, 1), inter="1gbit", spine="200mbit", racks=RACKS) as lab:
+    with Lab(Topology(4, 1), inter="1gbit", spine="200mbit", racks=RACKS, preload=MODULES) as lab:
         yield lab
 
 

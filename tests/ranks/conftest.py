@@ -13,28 +13,39 @@ from tests.ranks.strategies import leave_to_parity
 # Process groups live as long as the processes that made them, and each has a thread that looks a hundred times a second
 # whether it is to end: of a world that has many, this costs more than to make another.
 THREADS_OF_A_RANK = 80
+# Those of a world that waits until its size is wanted again.
+THREADS_OF_A_WAITING_RANK = 40
 
-_live: list[World] = []
+_live: list[World] = []  # the one that was used last comes first
 
 
 @pytest.fixture(scope="session")
 def world() -> Callable[[int], World]:
-    """`world(4)`: four ranks. A world stays until its file ends, another size is wanted, a rank failed, or it has too
-    many threads."""
+    """`world(4)`: four ranks. A world stays until its file ends, two other sizes have been wanted, a rank failed, or it
+    has too many threads."""
 
     def of(size: int) -> World:
-        if _live and _live[0].alive and _live[0].size == size and _live[0].threads <= THREADS_OF_A_RANK:
-            return _live[0]
-        _end()
-        _live.append(World(size))
+        fitting = [each for each in _live if each.size == size and _is_fit(each, THREADS_OF_A_RANK)]
+        others = [each for each in _live if each not in fitting]
+        waiting = [each for each in others if each.size != size and _is_fit(each, THREADS_OF_A_WAITING_RANK)][:1]
+        for each in others:
+            if each not in waiting:
+                each.close()
+        _live[:] = [*fitting, *waiting]
+        if not fitting:
+            _live.insert(0, World(size))
         return _live[0]
 
     return of
 
 
+def _is_fit(ranks: World, threads: int) -> bool:
+    return ranks.alive and ranks.threads <= threads
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """End the last world with the last test of a file.
+    """End the worlds with the last test of a file.
 
     What a file leaves behind in its ranks meets no other file, and no ranks wait while another folder is tested.
     pytest calls this hook of every conftest.py for the items of all folders, so it must not look at its own folder.

@@ -273,7 +273,7 @@ NARROW, WIDE = 2e5, 2e12
 # Bytes a second of a node, what is asked for, and the pipeline and the tensor-parallel ranks that come out.
 LAYOUTS = {
     "as laid out": (WIDE, ["parallel.pipeline=4", "model.width=64", "parallel.compression=optimus-cb+fe"], 4, 1),
-    "as shared": (WIDE, ["parallel.tensor=2"], 1, 2),
+    "as shared": (WIDE, ["parallel.tensor=2", "model.depth=2", "train.batch=4"], 1, 2),
 }
 
 

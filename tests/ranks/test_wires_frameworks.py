@@ -1,4 +1,4 @@
-"""`towpath.wires` in a framework's own script, with one more line. The losses of 30 steps are those without the line.
+"""`towpath.wires` in a framework's own script, with one more line. Losses are those without the line.
 
 Functions whose names begin with an underscore run on every rank. A framework that is not installed is a skip.
 """
@@ -25,10 +25,26 @@ from tests.ranks.launched import launched
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import seldom
 
-STEPS, VOCABULARY, LENGTH = 30, 37, 6
+STEPS = 8  # 30 in `make parity`
+VOCABULARY, LENGTH = 37, 6
 Line = Callable[[nn.Module], None]
 # Sums of two ranks have one order. Those of four ranks are in float64, so that another order changes few bits.
 WORLDS = [2, seldom(4)]
+
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(world: Worlds, whole_product: bool) -> Run:
+    """Call a function on each of so many ranks."""
+    return lambda ranks, *call: world(ranks).run(_with_steps, 30 if whole_product else STEPS, *call)
+
+
+def _with_steps(steps: int, fn: Callable[..., None], *args: Any) -> None:
+    global STEPS
+    STEPS = steps
+    fn(*args)
 
 
 def _compare(train: Callable[[Line | None], list[float]], times: int = 1) -> None:
@@ -54,7 +70,7 @@ def _compare(train: Callable[[Line | None], list[float]], times: int = 1) -> Non
         _check_sent(towpath.stats(model).transfers, STEPS // times)
 
 
-def _check_sent(transfers: Any, steps: int = STEPS) -> None:
+def _check_sent(transfers: Any, steps: int) -> None:
     """The wires have sent the gradients of each step."""
     assert sum(each.calls for each in transfers if each.transfer.kind.value == "grad_sync") >= steps
 
@@ -134,15 +150,15 @@ def _accelerate_ddp() -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_accelerate_after_prepare(world: Worlds, ranks: int) -> None:
+def test_accelerate_after_prepare(run: Run, ranks: int) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    world(ranks).run(_accelerate_fsdp2)
+    run(ranks, _accelerate_fsdp2)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_accelerate_with_ddp_after_prepare(world: Worlds, ranks: int) -> None:
+def test_accelerate_with_ddp_after_prepare(run: Run, ranks: int) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    world(ranks).run(_accelerate_ddp)
+    run(ranks, _accelerate_ddp)
 
 
 # --- Trainer, PEFT, TRL -----------------------------------------------------------------------------------------------
@@ -244,27 +260,27 @@ def _sft_on_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_trainer_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
+def test_trainer_when_training_begins(run: Run, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    world(ranks).run(_trainer_on_rank, tmp_path, False)
+    run(ranks, _trainer_on_rank, tmp_path, False)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_trainer_with_peft_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
+def test_trainer_with_peft_when_training_begins(run: Run, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
-    world(ranks).run(_trainer_on_rank, tmp_path, True)
+    run(ranks, _trainer_on_rank, tmp_path, True)
 
 
 @pytest.mark.parametrize("ranks", [seldom(2), seldom(4)])
-def test_trainer_with_ddp_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
+def test_trainer_with_ddp_when_training_begins(run: Run, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    world(ranks).run(_trainer_with_ddp_on_rank, tmp_path)
+    run(ranks, _trainer_with_ddp_on_rank, tmp_path)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_trl_with_peft_when_training_begins(world: Worlds, tmp_path: Path, ranks: int) -> None:
+def test_trl_with_peft_when_training_begins(run: Run, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
-    world(ranks).run(_sft_on_rank, tmp_path)
+    run(ranks, _sft_on_rank, tmp_path)
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
@@ -336,7 +352,7 @@ def _lightning(line: Line | None, place: str) -> list[float]:
     trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=2))
     if line and place == "ddp_comm_hook":
         assert state._peers is not None
-        _check_sent(state._peers.comm.record.totals().transfers)
+        _check_sent(state._peers.comm.record.totals().transfers, STEPS)
     return module.losses
 
 
@@ -346,9 +362,9 @@ def _lightning_on_rank(place: str) -> None:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("place", ["configure_model", "on_fit_start", "ddp_on_fit_start", "ddp_comm_hook"])
-def test_lightning(world: Worlds, place: str, ranks: int) -> None:
+def test_lightning(run: Run, place: str, ranks: int) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
-    world(ranks).run(_lightning_on_rank, place)
+    run(ranks, _lightning_on_rank, place)
 
 
 # --- torchtitan, and a loop like its own ------------------------------------------------------------------------------
@@ -432,9 +448,9 @@ def _titan_on_rank(*options: Any) -> None:
     ],
 )
 def test_torchtitan_like_loop(
-    world: Worlds, tmp_path: Path, ranks: int, backend: str, replicate: bool, dtype: torch.dtype
+    run: Run, tmp_path: Path, ranks: int, backend: str, replicate: bool, dtype: torch.dtype
 ) -> None:
-    world(ranks).run(_titan_on_rank, tmp_path, backend, replicate, dtype)
+    run(ranks, _titan_on_rank, tmp_path, backend, replicate, dtype)
 
 
 def _torchtitan(line: Line | None, experts: int, dtype: torch.dtype) -> list[float]:
@@ -523,9 +539,9 @@ def _torchtitan_on_rank(*options: Any) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(2, 1), seldom(4, 2)])
-def test_torchtitan_on_the_meta_device(world: Worlds, ranks: int, experts: int) -> None:
+def test_torchtitan_on_the_meta_device(run: Run, ranks: int, experts: int) -> None:
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    world(ranks).run(_torchtitan_on_rank, experts, torch.bfloat16 if ranks == 2 else torch.float64)
+    run(ranks, _torchtitan_on_rank, experts, torch.bfloat16 if ranks == 2 else torch.float64)
 
 
 # --- expert parallelism of transformers -------------------------------------------------------------------------------
@@ -579,6 +595,6 @@ def _experts_on_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_expert_parallelism_of_transformers(world: Worlds, tmp_path: Path, ranks: int) -> None:
+def test_expert_parallelism_of_transformers(run: Run, tmp_path: Path, ranks: int) -> None:
     pytest.importorskip("transformers.distributed", reason="this version of transformers shards no experts")
-    world(ranks).run(_experts_on_rank, tmp_path)
+    run(ranks, _experts_on_rank, tmp_path)

@@ -22,8 +22,13 @@ FENCES = [fence for fence in all_fences() if fence.language in COMMANDS]
 QUICK = [fence for fence in FENCES if fence.language == "bash" and not fence.said]
 CONSOLES = [fence for fence in FENCES if fence.language == "console"]
 # Other plans are ready sooner.
-SLOW = ("docs/guides/choose-a-strategy.md",)
-PRINTED = [seldom(f) if re.search("--allow int8|outer", commands(f)[0]) else f for f in CONSOLES]
+_SLOW = re.compile("--allow (int8|optimus-cb --top|.*outer)|--cluster two-desktops")
+
+
+def _is_slow(fence: Fence) -> bool:
+    return fence.page == "docs/guides/choose-a-strategy.md" or any(map(_SLOW.search, commands(fence)))
+
+
 LONG = [fence for fence in FENCES if fence.said == "long"]
 # Files that a page has its reader save: each is the fence of a language that says this.
 SAVED = {"docs/guides/clusters/two-flats.md": {"flats.toml": ("toml", "cluster"), "nap.py": ("python", "nap")}}
@@ -86,7 +91,7 @@ def test_every_fence_says_what_is_to_be_done_with_it() -> None:
     assert not unknown, unknown
 
 
-@pytest.mark.parametrize("fence", [seldom(f) if f.page in SLOW else f for f in QUICK], ids=_named)
+@pytest.mark.parametrize("fence", [seldom(f) if _is_slow(f) else f for f in QUICK], ids=_named)
 def test_commands_work(fence: Fence, workplace: Path) -> None:
     for command in commands(fence):
         program, *arguments = shlex.split(command)
@@ -95,7 +100,7 @@ def test_commands_work(fence: Fence, workplace: Path) -> None:
         assert done.exit_code == 0, f"{fence.page}: {command}: {done.output}"
 
 
-@pytest.mark.parametrize("fence", PRINTED, ids=_named)
+@pytest.mark.parametrize("fence", [seldom(f) if _is_slow(f) else f for f in CONSOLES], ids=_named)
 def test_what_a_command_printed_is_what_it_prints(fence: Fence, workplace: Path) -> None:
     (command,) = commands(fence)
     done = _invoke(shlex.split(command)[1:])

@@ -14,8 +14,8 @@ from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(*shape) for shape in ((2, 2), (2, 3), (2, 4), (2, 8), (3, 3), (4, 2))]
-# The planner draws these for seconds. The page that shows them has its choices, too.
-SLOW = ("which-by-rate.svg", "which-by-nodes.svg")
+# The planner draws these for seconds. Other pages have its choices, too.
+SLOW = ("which-by-rate.svg", "which-by-nodes.svg", "gpu-clusters.md")
 FILES = [seldom(file) if file.name in SLOW else file for file in generate.files()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ def outer_step(solver: Solver) -> Prediction:
     return step
 
 
+@cache
+def step_at(gigabits: float) -> Prediction:
+    return outer_step(solver_at(gigabits))
+
+
 def exchanged(step: Prediction) -> float:
     return step.exposed[TransferKind.OUTER]
 
@@ -50,7 +56,7 @@ def exchanged(step: Prediction) -> float:
 def test_the_shortest_period_that_hides_its_exchanges_is_planned() -> None:
     periods: list[int] = []
     for gigabits in (0.01, 0.3, 1.0, 3.0, 30.0):
-        step = outer_step(solver_at(gigabits))
+        step = step_at(gigabits)
         assert step.strategy.outer is not None
         periods.append(step.strategy.outer.every)
         if step.strategy.outer.every < proposal.PERIODS[-1]:
@@ -64,7 +70,7 @@ def test_a_delay_is_as_long_as_the_exchange_and_never_most_of_a_period() -> None
     delays: list[int] = []
     for gigabits in (1.0, 3.0, 30.0):
         solver = solver_at(gigabits)
-        step, planner = outer_step(solver), OuterPlanner(solver)
+        step, planner = step_at(gigabits), OuterPlanner(solver)
         outer = step.strategy.outer
         assert outer is not None
         assert outer.delay <= outer.every / 4
@@ -103,7 +109,7 @@ def test_exchanges_use_the_smallest_codec_that_is_allowed(allow: tuple[str, ...]
 
 
 def test_exchanges_leave_the_host_unless_the_link_is_fast() -> None:
-    found = [outer_step(solver_at(gigabits)) for gigabits in (1, 10, 11, 100)]
+    found = [step_at(gigabits) for gigabits in (1.0, 10.0, 11.0, 100.0)]
     assert [step.strategy.outer is not None and step.strategy.outer.nccl for step in found] == [
         False,
         False,
@@ -150,8 +156,7 @@ def test_an_exchange_may_take_as_long_as_its_link_needs() -> None:
 def test_the_slower_the_link_the_more_outer_steps_save() -> None:
     shares: list[float] = []
     for gigabits in (0.01, 1.0, 100.0):
-        solver = solver_at(gigabits)
-        found, step = solver.solve(best=1), outer_step(solver)
+        found, step = solver_at(gigabits).solve(best=1), step_at(gigabits)
         assert isinstance(found, Ranking)
         shares.append(found.ranked[0].seconds / step.seconds)
         assert saves_enough(step, found.ranked[0]) == (shares[-1] > 1.25)

@@ -276,13 +276,13 @@ def test_a_configuration_of_experts_is_refused(kind: str, tmp_path: Path) -> Non
 def test_no_candidate_takes_less_than_its_bound(inter: float, precision: Precision) -> None:
     codecs: dict[str, Any] = {"weights": ("int8",), "gradients": ("int4",)}
     found = solver(small_cluster(2, 4, inter), batch=32, precision=precision, **codecs)
-    for candidate in list(found.candidates)[::7]:
+    for candidate in list(found.candidates)[::13]:
         priced = priced_of(found, candidate)
         assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9), candidate
         assert found.peak_bytes(candidate) == priced.peak_bytes, candidate
 
 
-@pytest.mark.parametrize("inter", [1.0, seldom(25.0), 400.0])
+@pytest.mark.parametrize("inter", [1.0, *map(seldom, (25.0, 400.0))])
 def test_the_first_is_the_best_of_all(inter: float) -> None:
     found = solver(small_cluster(inter=inter), batch=8)
     priced = [priced_of(found, candidate) for candidate in found.candidates]

@@ -100,9 +100,9 @@ def test_many_micro_batches_are_as_if_all_were_replayed(monkeypatch: pytest.Monk
 
 def test_no_candidate_takes_less_than_its_bound() -> None:
     made = planner()
-    for layout, batching in made._candidates(
-        [Layout(n, schedule, tensor=t) for n in (2, 4) for t in (1, 2) for schedule in ("1F1B", "Interleaved1F1B")]
-    ):
+    # Each pair of values of stages, schedule and tensor-parallel ranks once.
+    cases = ((2, "1F1B", 1), (2, "Interleaved1F1B", 2), (4, "1F1B", 2), (4, "Interleaved1F1B", 1))
+    for layout, batching in made._candidates([Layout(n, schedule, tensor=t) for n, schedule, t in cases]):
         if batching.micro_batch == 4:
             assert made.predict(layout, batching).seconds >= 0.999 * made._bound(layout, batching)
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert not planner(memory=0.001).solve([Layout(2), Layout(4)])
 
 
-@pytest.mark.parametrize("memory, faster", [seldom(26, 1.2), (14, 1.5), seldom(12, 3.0), (10, 1.0)])
+@pytest.mark.parametrize("memory, faster", [seldom(26, 1.2), (14, 1.5), seldom(12, 3.0), seldom(10, 1.0)])
 def test_free_extents_are_never_worse_than_the_named(memory: int, faster: float) -> None:
     """The less memory there is, the fewer of the named strategies fit that keep gathers inside nodes."""
     shape, _ = named_models()["gpt-2.5b"]

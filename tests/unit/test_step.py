@@ -312,7 +312,7 @@ def plans_of(draw: random.Random, units: int) -> list[Planned]:
 
 
 draws = st.integers(0, 2**32).map(random.Random)
-thorough = settings(max_examples=400, deadline=None)
+thorough = settings(max_examples=200, deadline=None)
 
 
 @thorough
