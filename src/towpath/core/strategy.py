@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
+from towpath.core.routes import WITH_COLUMNS
 from towpath.core.shares import AUTO, Shares, shares_of
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
@@ -192,6 +193,7 @@ class Strategy:
                     f"{self.name}: protect on {self.job.words}: expected several nodes, as the copies of a lost node "
                     "are on another one. Start more nodes, or leave out protect."
                 )
+            self.job.check_equal(f"{self.name}: protect")
         if self.offload is not None and self.offload not in OFFLOADS:
             raise ConfigError(
                 f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
@@ -222,6 +224,8 @@ class Strategy:
                 continue  # gradients are unsharded here, as low rank requires
             for move in getattr(self.moves, kind.value):
                 transport.check(move.op, f"{self.name}: {kind.value}")
+                if transport.route in WITH_COLUMNS:
+                    self.topology.check_equal(f"{self.name}: {kind.value} by the route {transport.route!r}")
 
     def _check_frozen(self) -> None:
         if self.frozen is not None and self.frozen != AS_TRAINED:
