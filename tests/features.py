@@ -29,7 +29,7 @@ FEATURES = (
     _feature(
         "strategies and placements",
         fake_cuda="gpu_cases steps waits",
-        lab="bytes",
+        lab="bytes unequal_nodes",
         order="order",
         ranks="""
             around_the_loop behind_the_engine collective_forms engine_promises entry_points

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from tests.forms import in_form
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import Worlds, on_ranks
@@ -27,6 +28,7 @@ from tests.ranks.test_shares import TOLERANCE, _made, _step, check_gradients
 from tests.ranks.test_train import _near, _steps, alone, config, tokens
 from tests.ranks.twin import accumulating, by_queue, error_of
 from towpath import Topology
+from towpath.core.routes import Form
 from towpath.errors import ConfigError
 from towpath.topology.cluster import FLAT
 
@@ -36,28 +38,40 @@ SHAPE, WORLD = Topology(2, (1, 3)), 4
 WORDS = "needs the same number of ranks on each node; got 1 rank on node 0 and 3 ranks on node 1. Start the same number"
 
 
-@pytest.mark.parametrize("label", [*FLAT, "zero3@ring", seldom("zero1@ring"), "zero2@one-hop"])
-@pytest.mark.parametrize("model", ["gpt", seldom("mlp")])
-@on_ranks(WORLD)
-def test_gradients_and_norms_are_those_of_one_process(label: str, model: str) -> None:
-    entry, strategy, plain = MODELS[model], strategy_of(label, SHAPE), MODELS[model].make(torch.float64)
-    sharded: Any = towpath.shard(entry.make(torch.float64), strategy)
-    optimizers = [optimizer_for(each) for each in (sharded, plain)]
+CASES = [
+    *(pytest.param(name, SHAPE, Form.MESSAGES, id=name) for name in (*FLAT, "zero3@ring", "zero2@one-hop")),
+    pytest.param("zero2", SHAPE, Form.COLLECTIVES, id="zero2 in collectives"),
+    *(seldom(name, SHAPE, Form.COLLECTIVES) for name in ("ddp", "zero1", "zero3")),
+    *(seldom(name, Topology(3, (2, 1, 3)), Form.MESSAGES) for name in (*FLAT, "zero1@ring", "zero3@one-hop")),
+]
+
+
+@pytest.mark.parametrize(("label", "shape", "form"), CASES)
+def test_gradients_and_norms_are_those_of_one_process(world: Worlds, label: str, shape: Topology, form: Form) -> None:
+    world(shape.world).run(_train_beside_one_process, label, shape, form)
+
+
+def _train_beside_one_process(label: str, shape: Topology, form: Form) -> None:
+    entry, strategy = MODELS["gpt"], strategy_of(label, shape)
+    plain, ranks = entry.make(torch.float64), shape.world
+    with in_form(form):
+        model: Any = towpath.shard(entry.make(torch.float64), strategy)
+        scheduled = towpath.schedule(strategy, model, 2).transfers
+    optimizers = [optimizer_for(each) for each in (model, plain)]
     for step in range(2):
-        for micro in accumulating(sharded, 2):
-            batch = entry.micro_batch(dist.get_rank(), micro, step, torch.float64)
-            (entry.loss(sharded, *batch) / 2).backward()
-            for rank in range(WORLD):
-                batch = entry.micro_batch(rank, micro, step, torch.float64)
-                (entry.loss(plain, *batch) / (2 * WORLD)).backward()
-        check_gradients(sharded, plain)
-        norms = [float(torch.nn.utils.clip_grad_norm_(each.parameters(), 1e-2)) for each in (sharded, plain)]
+        for micro in accumulating(model, 2):
+            batches = [entry.micro_batch(rank, micro, step, torch.float64) for rank in range(ranks)]
+            (entry.loss(model, *batches[dist.get_rank()]) / 2).backward()
+            for batch in batches:
+                (entry.loss(plain, *batch) / (2 * ranks)).backward()
+        check_gradients(model, plain)
+        norms = [float(torch.nn.utils.clip_grad_norm_(each.parameters(), 1e-2)) for each in (model, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
-        check_gradients(sharded, plain)
+        check_gradients(model, plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert by_queue(towpath.stats(sharded).last_step) == by_queue(towpath.schedule(strategy, sharded, 2).transfers)
+    assert by_queue(towpath.stats(model).last_step) == by_queue(scheduled)
 
 
 @pytest.mark.parametrize("preset", ["zero1", *map(seldom, ("ddp", "zero2", "zero3"))])
@@ -75,21 +89,28 @@ def test_unequal_batches_on_unequal_nodes_train_as_one_process(preset: str) -> N
 @on_ranks(WORLD)
 def test_exact_transport_changes_no_bit(preset: str) -> None:
     found: list[list[torch.Tensor]] = []
-    for exact in (False, True):
-        model = _made(preset, SHAPE, dtype=torch.float32, exact=exact)
-        optimizer, plain = optimizer_for(model), MODELS["gpt"].make(torch.float32)
-        for step in range(2):
-            _step(model, plain, step, 2)
-            optimizer.step()
-        found.append([p.grad.to_local() for p in model.parameters()])
-    coded = [t for t in towpath.schedule(model.towpath_engine.strategy, model).transfers if t.coding is not None]
-    assert coded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
+        for exact in (False, True):
+            model = _made(preset, SHAPE, dtype=torch.float32, exact=exact)
+            optimizer, plain = optimizer_for(model), MODELS["gpt"].make(torch.float32)
+            for step in range(2):
+                _step(model, plain, step, 2)
+                optimizer.step()
+            found.append([p.grad.to_local() for p in model.parameters()])
+            made = towpath.schedule(model.towpath_engine.strategy, model)
+            assert any(transfer.coding for transfer in made.transfers) == exact
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+CODED = ["zero2@one-hop gradients=int8:32 weights=int8:32", seldom("zero3@flat weights=int8:32")]
+
+
+@pytest.mark.parametrize("label", CODED)
 @on_ranks(WORLD)
-def test_gradients_encoded_on_a_route_without_columns_are_near() -> None:
-    model, plain = _made("zero2@one-hop gradients=int8:32", SHAPE, dtype=torch.float32), MODELS["gpt"].make()
+def test_codecs_on_routes_without_columns_are_near(label: str) -> None:
+    dtype = torch.float32
+    model, plain = _made(label, SHAPE, dtype=dtype), MODELS["gpt"].make(dtype)
     _step(model, plain, 0, 2)
     check_gradients(model, plain, 0.25)
 

@@ -77,6 +77,7 @@ NAMED: list[tuple[dict[str, Any], str]] = [
     ({"route": "hierarchical"}, "zero3: gather by the route 'hierarchical'"),
     ({"gradients": "int4"}, "zero3: reduce by the route 'two-hop'"),
     ({"weights": "int8"}, "zero3: gather by the route 'ho-ring'"),
+    ({"name": "zero1", "gradients": "low-rank:2"}, "zero1: grad_sync by the route 'ho-ring'"),
     ({"protect": Protect(every=3)}, "zero3: protect"),
     ({"outer": Outer(every=8)}, "outer"),
     ({"outer": Outer(every=8, meet="host:1")}, "outer"),
@@ -87,7 +88,7 @@ NAMED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "what"), NAMED, ids=str)
 def test_options_that_need_columns_are_refused_with_the_remedy(options: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=f"{what} {WORDS}"):
-        towpath.strategy("zero3", SHAPE, **options)
+        towpath.strategy(**{"name": "zero3", "topology": SHAPE} | options)
 
 
 def test_placements_of_ones_own_are_one_rank_or_all() -> None:

@@ -162,7 +162,7 @@ def _without_columns(route: str, slices: Sequence[int], reverse: bool) -> Iterat
 def _crossing(
     route: str, grid: Grid, racks: Sequence[int], slices: Sequence[int], reverse: bool = False
 ) -> Iterator[_Crossing]:
-    """Yield the position and the bytes that leave each node in a gather. In a reduction, messages go back."""
+    """Yield each row of the grid with the bytes that leave it in a gather. In a reduction (`reverse`), they go back."""
     total, of_node = sum(slices), [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
     if route in ALL_TO_ALL:  # each node sends its own slices directly to all other nodes
         copies, in_rack, rooms = grid.width if route == "one-hop" else 1, Counter[int](), Counter(racks)

@@ -76,9 +76,9 @@ def legal_extents(topology: Topology) -> list[Extent]:
 
     On unequal nodes, these are one rank and all ranks.
     """
-    nodes, ranks = topology.rectangle
     if not topology.is_equal:
         return [Extent(1), topology.whole]
+    ranks, nodes = topology.ranks_per_node, topology.nodes
     local = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
     return local + [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
 

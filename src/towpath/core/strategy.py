@@ -220,12 +220,12 @@ class Strategy:
                     "backward pass compute with other weights than the forward pass. Take a codec without +stochastic "
                     "for weights."
                 )
+            if transport.route in WITH_COLUMNS and getattr(self.moves, kind.value):
+                self.topology.check_equal(f"{self.name}: {kind.value} by the route {transport.route!r}")
             if kind is TransferKind.GRAD_SYNC and transport.low_rank is not None and self.placement.grads.size == 1:
                 continue  # gradients are unsharded here, as low rank requires
             for move in getattr(self.moves, kind.value):
                 transport.check(move.op, f"{self.name}: {kind.value}")
-                if transport.route in WITH_COLUMNS:
-                    self.topology.check_equal(f"{self.name}: {kind.value} by the route {transport.route!r}")
 
     def _check_frozen(self) -> None:
         if self.frozen is not None and self.frozen != AS_TRAINED:
