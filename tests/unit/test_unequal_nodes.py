@@ -103,10 +103,10 @@ def test_placements_of_ones_own_are_one_rank_or_all() -> None:
 @each(label=(*(f"{name} " for name in FLAT), "zero3 ring", "zero1 one-hop"), form=Form)
 def test_each_node_sends_what_its_ranks_messages_add_up_to(label: str, form: Form) -> None:
     name, route = label.split(" ")
-    codec = "int8:32" if route == "one-hop" else "none"
+    options: Any = {"route": route or None, "gradients": "int8:32" if route == "one-hop" else "none"}
     for sizes in ((1, 3), (3, 1), (2, 1, 3)):
         topology = Topology(len(sizes), sizes)
-        made = towpath.strategy(name, topology, route=route or None, gradients=codec)
+        made = towpath.strategy(name, topology, **options)
         found = schedule(made, units_from_numels([640, 101]), 2, form=form)
         for transfer in (t for t in found.transfers if t.move.op in COLLECTIVES):
             inside, leaving = one_by_one(transfer)

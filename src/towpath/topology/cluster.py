@@ -98,7 +98,7 @@ class Topology:
     @property
     def world(self) -> int:
         """The number of ranks of the job."""
-        return sum(self.ranks_per_node) if not self.is_equal else self.nodes * self.ranks_per_node
+        return self.nodes * self.ranks_per_node if self.is_equal else sum(self.sizes)
 
     @property
     def is_equal(self) -> bool:
@@ -108,7 +108,8 @@ class Topology:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of ranks on each node."""
-        return (self.ranks_per_node,) * self.nodes if self.is_equal else self.ranks_per_node
+        per_node: Any = self.ranks_per_node
+        return (per_node,) * self.nodes if self.is_equal else per_node
 
     @property
     def rectangle(self) -> tuple[int, int]:
