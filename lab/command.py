@@ -30,6 +30,16 @@ def group() -> None:
     """
 
 
+def _ranks(text: str) -> int | tuple[int, ...]:
+    """Parse the ranks on each node, or one number for each node, such as "1+3"."""
+    numbers = text.split("+")
+    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
+        raise typer.BadParameter(
+            f"got {text}; expected a whole number of at least 1, or one for each node, such as 1+3"
+        )
+    return int(text) if len(numbers) == 1 else tuple(map(int, numbers))
+
+
 @app.command()
 def run(
     command: Annotated[
@@ -40,7 +50,9 @@ def run(
         ),
     ],
     nodes: Annotated[int, typer.Option(metavar="N", min=1, help="The number of nodes.")],
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="The number of ranks on each node.")],
+    ranks: Annotated[
+        Any, typer.Option(metavar="N", parser=_ranks, help="The ranks on each node. If nodes differ, of each: 1+3.")
+    ],
     inter: Annotated[
         str,
         typer.Option(metavar="RATE", help="The rate of each node's cable, each way (200mbit, 1gbit), or flat."),

@@ -80,7 +80,6 @@ class ElasticRun:
         self._command = (
             *(sys.executable, "-m", "torch.distributed.run"),
             *(("--standalone",) if apart else (*meeting, "--rdzv-id", "lab", "--rdzv-conf", settings)),
-            *("--nproc-per-node", str(topology.ranks_per_node)),
             *("--max-restarts", str(restarts), "--monitor-interval", "0.1"),
             *options,
             *argv,
@@ -105,7 +104,8 @@ class ElasticRun:
             self._spawn(node, (sys.executable, "-c", _STORE), {})
             return
         # torchrun sorts the nodes by their addresses, so a rebuilt node has its old ranks.
-        command = (*self._command[:3], "--local-addr", address(node), *self._command[3:])
+        own = ("--local-addr", address(node), "--nproc-per-node", str(self._topology.sizes[node]))
+        command = (*self._command[:3], *own, *self._command[3:])
         self._spawn(node, command, {**rack_of(self._racks, node), **_ELASTIC})
 
     def signal(self, node: int, number: int) -> None:

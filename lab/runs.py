@@ -50,19 +50,19 @@ def torchrun(
     argv: Sequence[str], topology: Topology, racks: Sequence[int], env: Mapping[str, str] | None
 ) -> list[Program]:
     """Return one torchrun per node, as on a real cluster."""
-    shape = ("--nnodes", str(topology.nodes), "--nproc-per-node", str(topology.ranks_per_node))
+    nodes = ("--nnodes", str(topology.nodes))
     master = ("--master-addr", address(0), "--master-port", str(PORT))
     root = str(_RANK.parents[1])
     code = f"import sys; sys.path.insert(0, {root!r}); from lab.runs import torchrun_main; torchrun_main()"
-    command = (sys.executable, "-c", code, *shape)
+    command = (sys.executable, "-c", code, *nodes)
     return [
         Program(
             node,
-            (*command, "--node-rank", str(node), *master, str(_RANK), *argv),
+            (*command, "--nproc-per-node", str(ranks), "--node-rank", str(node), *master, str(_RANK), *argv),
             environment(env, rack_of(racks, node)),
             str(Path.cwd()),
         )
-        for node in range(topology.nodes)
+        for node, ranks in enumerate(topology.sizes)
     ]
 
 
@@ -172,7 +172,7 @@ def _rank_variables(rank: int, topology: Topology, racks: Sequence[int], port: i
         "RANK": str(rank),
         "WORLD_SIZE": str(topology.world),
         "LOCAL_RANK": str(topology.local_of(rank)),
-        "LOCAL_WORLD_SIZE": str(topology.ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(topology.sizes[topology.node_of(rank)]),
         "GROUP_RANK": str(topology.node_of(rank)),
         "GROUP_WORLD_SIZE": str(topology.nodes),
         "MASTER_ADDR": address(0),

@@ -29,16 +29,16 @@ FEATURES = (
     _feature(
         "strategies and placements",
         fake_cuda="gpu_cases steps waits",
-        lab="bytes",
+        lab="bytes unequal_nodes",
         order="order",
         ranks="""
             around_the_loop behind_the_engine collective_forms engine_promises entry_points
             foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
-            parity schedule_is_executed shares steady uneven values
+            parity schedule_is_executed shares steady unequal_nodes uneven values
         """,
         unit="""
             blocks communicators executor launch_counts leaves placement schedule shares step strategies
-            transitions trial_steps units
+            transitions trial_steps unequal_nodes units
         """,
     ),
     _feature("routes", lab="racks routes", ranks="routes", unit="cells racks route_bytes route_phases routes sends"),

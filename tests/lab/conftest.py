@@ -40,7 +40,7 @@ def lab(kernel_allows_labs: None) -> Iterator[Callable[..., Lab]]:
 
     def of(
         nodes: int,
-        ranks: int,
+        ranks: int | tuple[int, ...],
         inter: str | tuple[Cable, ...] | None = None,
         intra: str | None = None,
         preload: Sequence[str] = OF_TRAINING,

@@ -17,6 +17,7 @@ from tests.forms import in_form
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
 from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
+from towpath.topology.cluster import FLAT
 
 MICRO_STEPS = 2
 LABELS = [n for n in towpath.strategies() if n not in ROUNDING]
@@ -110,6 +111,11 @@ def test_encoded_bytes_are_the_schedules_too(
     # A guard against a hang. On a busy machine, several strategies may take more than the default of a minute.
     answers = lab(*shape).call(sent_in_a_step, labels, towpath.Topology(*shape), WIDER, timeout_seconds=300)
     _check(answers)
+
+
+def test_nodes_of_unequal_size_send_the_schedules_bytes(lab: Callable[..., Lab]) -> None:
+    labels = [*FLAT, "zero3@ring", "zero2@one-hop gradients=int8"]
+    _check(lab(2, (1, 3)).call(sent_in_a_step, labels, towpath.Topology(2, (1, 3))))
 
 
 def test_gathers_by_columns_and_rows_send_the_fewest_bytes(lab: Callable[..., Lab]) -> None:

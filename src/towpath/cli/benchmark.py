@@ -57,6 +57,7 @@ def bench(
     dtype = torch.bfloat16 if init().type == "cuda" else torch.float32
     groups = Groups()
     topology = Topology(*detect_shape(groups))
+    topology.check_equal("towpath bench")
     setup = TrainingSetup(model, length, batch, micro_steps, dtype)
     name = str(dtype).removeprefix("torch.")
     kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), topology, name)

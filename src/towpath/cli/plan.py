@@ -30,6 +30,7 @@ from towpath.plan.pytorch import NOTE, predict_wrappers
 from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
 from towpath.progress import format_rate, show_progress
+from towpath.topology.cluster import Topology
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -81,6 +82,13 @@ def _nodes(text: str, example: str = "4, or 4x8 with the ranks of each node") ->
     return int(found[1]), int(found[2]) if found[2] else None
 
 
+def _shape(text: str) -> tuple[int, int | None]:
+    """Parse nodes, and the ranks of each. Refuse nodes of unequal size, such as "1+3"."""
+    if re.fullmatch(r"[1-9]\d{0,4}(\+[1-9]\d{0,4})+", text):
+        Topology.parse(text).check_equal("towpath plan")
+    return _nodes(text)
+
+
 def _layout(text: str) -> Layout:
     """Parse the ranks of a pipeline, its tensor-parallel ranks, and its schedule, such as 4x2:Interleaved1F1B."""
     ranks, _, schedule = text.partition(":")
@@ -114,7 +122,7 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="NAME", help=_CLUSTER)],
     batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", above_zero(int, 10**9))],
-    nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _nodes, _IN_CLUSTER)] = None,
+    nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _shape, _IN_CLUSTER)] = None,
     length: Annotated[int | None, _number("Tokens in a sequence.", above_zero(int, 10**7), _IN_MODEL)] = None,
     memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(float, 1e6), _IN_CLUSTER)] = None,
     precision: Annotated[

@@ -90,13 +90,13 @@ def _by_group(transfer: Transfer) -> Iterator[tuple[int, Iterable[_Crossing]]]:
         if op not in COLLECTIVES:
             yield _of_messages(_messages(transfer, group), nodes, racks)
             continue
-        width = nodes.count(nodes[0])
-        key = (group.slots, *(node - nodes[0] for node in nodes), *(rack - racks[0] for rack in racks))
+        after = [node - nodes[0] for node in nodes]
+        key = (group.slots, *after, *(rack - racks[0] for rack in racks))
         if key not in alike:
             gathered, reduced = ([nbytes[slot] for slot in group.slots] for nbytes in slices)
-            alike[key] = _of_collective(transfer, Grid.of(nodes), racks[::width], gathered, reduced)
+            alike[key] = _of_collective(transfer, after, racks, gathered, reduced)
         inside, crossing = alike[key]
-        yield inside, ((nodes[width * row], nbytes, out_of_rack) for row, nbytes, out_of_rack in crossing)
+        yield inside, ((nodes[0] + node, nbytes, out_of_rack) for node, nbytes, out_of_rack in crossing)
 
 
 def _messages(transfer: Transfer, group: Group) -> Iterator[tuple[int, int, int]]:
@@ -122,30 +122,47 @@ def _of_messages(
 
 
 def _of_collective(
-    transfer: Transfer, grid: Grid, racks: Sequence[int], gathered: Sequence[int], reduced: Sequence[int]
+    transfer: Transfer, nodes: Sequence[int], racks: Sequence[int], gathered: Sequence[int], reduced: Sequence[int]
 ) -> tuple[int, list[_Crossing]]:
-    """Return the bytes of one group inside nodes, and those that leave each node, by its position in the grid."""
-    # `racks`: The rack of each node.
+    """Return the bytes of one group inside nodes, and those that leave each node."""
+    # `nodes`, `racks`: Those of each member.
     # `gathered`: The bytes of each member's slice in a gather, in ring order.
     # `reduced`: The bytes of each member's slice in a reduction, in ring order.
-    op, form, inside, crossing = transfer.move.op, transfer.form, 0, list[_Crossing]()
+    op, form, grid = transfer.move.op, transfer.form, Grid.of(nodes)
+    halves = list[tuple[str, Sequence[int], bool]]()
     if op is not Op.ALL_GATHER:
-        used = effective_route(transfer.route, grid, op, form)
-        inside += _inside(used, grid, reduced)
-        crossing += _crossing(used, grid, racks, reduced, reverse=True)
+        halves.append((effective_route(transfer.route, grid, op, form), reduced, True))
     if op is not Op.REDUCE_SCATTER:
         # Bytes of an encoded sum are gathered by the configured route, which may be a ring where sums go directly.
         route = transfer.route if transfer.transport.encoding is None else transfer.transport.route
-        used = effective_route(route, grid, Op.ALL_GATHER, form)
-        inside += _inside(used, grid, gathered)
-        crossing += _crossing(used, grid, racks, gathered)
+        halves.append((effective_route(route, grid, Op.ALL_GATHER, form), gathered, False))
+    inside, crossing = 0, list[_Crossing]()
+    for route, slices, reverse in halves:
+        if route in ("flat", "ring") or len(set(nodes)) < grid.nodes:
+            within, out = _of_messages(_without_columns(route, slices, reverse), nodes, racks)
+        else:
+            within = _inside(route, grid, slices)
+            rows = _crossing(route, grid, racks[:: grid.width], slices, reverse)
+            out = [(nodes[grid.width * row], nbytes, far) for row, nbytes, far in rows]
+        inside, crossing = inside + within, crossing + out
     return inside, crossing
+
+
+def _without_columns(route: str, slices: Sequence[int], reverse: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield the sender, the receiver and the bytes between two members of a ring, or of direct messages."""
+    total, members = sum(slices), len(slices)
+    for one in range(members):
+        for step in range(1, members if route in ALL_TO_ALL else 2):
+            other = (one + step) % members
+            # In a ring, all slices but the receiver's own pass.
+            nbytes = slices[one] if route in ALL_TO_ALL else total - slices[other]
+            yield (other, one, nbytes) if reverse else (one, other, nbytes)
 
 
 def _crossing(
     route: str, grid: Grid, racks: Sequence[int], slices: Sequence[int], reverse: bool = False
 ) -> Iterator[_Crossing]:
-    """Yield the bytes that leave each node in a gather. In a reduction (`reverse`), its messages go back."""
+    """Yield each row of the grid with the bytes that leave it in a gather. In a reduction (`reverse`), they go back."""
     total, of_node = sum(slices), [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
     if route in ALL_TO_ALL:  # each node sends its own slices directly to all other nodes
         copies, in_rack, rooms = grid.width if route == "one-hop" else 1, Counter[int](), Counter(racks)
@@ -158,18 +175,13 @@ def _crossing(
             yield node, copies * out, copies * far
     elif grid.nodes > 1:
         for node in range(grid.nodes):
-            # Everything but the slices that the receiver has: its own one in a ring, or else those of its node.
-            nbytes = total - (slices[node * grid.width] if route in ("flat", "ring") else of_node[node])
+            nbytes = total - of_node[node]  # everything but the slices that the receiver's node has
             sender = node if reverse else (node - 1) % grid.nodes
             yield sender, nbytes, nbytes * (racks[node] != racks[node - 1])
 
 
 def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
-    total = sum(slices)
-    if route in ("flat", "ring"):
-        receivers = [i for i in range(len(slices)) if i % grid.width or grid.nodes == 1]
-        return len(receivers) * total - sum(slices[i] for i in receivers)
-    return (grid.width - 1) * total * (1 if route == "one-hop" else grid.nodes)
+    return (grid.width - 1) * sum(slices) * (1 if route == "one-hop" else grid.nodes)
 
 
 def _slice_sizes(transfer: Transfer) -> tuple[list[int], list[int]]:

@@ -72,7 +72,12 @@ class Placement:
 
 
 def legal_extents(topology: Topology) -> list[Extent]:
-    """Return all extents on `topology`: divisors of a node's ranks, or whole nodes (Lins, equations 5 to 7)."""
+    """Return all extents on `topology`: divisors of a node's ranks, or whole nodes (Lins, equations 5 to 7).
+
+    On unequal nodes, these are one rank and all ranks.
+    """
+    if not topology.is_equal:
+        return [Extent(1), topology.whole]
     ranks, nodes = topology.ranks_per_node, topology.nodes
     local = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
     return local + [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
@@ -97,6 +102,7 @@ def check_extent(extent: Extent, topology: Topology, what: str) -> None:
     """Raise `ConfigError` if `extent`, that of `what`, does not fit `topology`."""
     legal = legal_extents(topology)
     if extent not in legal:
+        topology.check_equal(f"{what} {extent}")
         raise ConfigError(
             f"{what} {extent} on {topology.words} is no legal extent: it divides a node's ranks, or fills equally many "
             f"nodes (Lins, equations 5 to 7). Legal are {', '.join(map(str, legal))}."
@@ -262,8 +268,9 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> P
         return number
 
     # A slot is the sum of the node's share and the local rank's share, so each share is computed only once.
-    of_nodes = [slot(node, 0) for node in range(topology.nodes)]
-    of_locals = [slot(0, local) for local in range(topology.ranks_per_node)]
+    nodes, ranks = topology.rectangle
+    of_nodes = [slot(node, 0) for node in range(nodes)]
+    of_locals = [slot(0, local) for local in range(ranks)]
     slots = [of_node + of_local for of_node in of_nodes for of_local in of_locals]
     return Partition(levels[-1], tuple(slots))
 
@@ -272,7 +279,7 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> P
 def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
     """Return for each rank the number of the full copy that it belongs to."""
     numbers: dict[tuple[int, int], int] = {}
-    ranks = product(range(topology.nodes), range(topology.ranks_per_node))
+    ranks = product(*map(range, topology.rectangle))
     copies = ((local // extent.local, node // extent.nodes) for node, local in ranks)
     return tuple(numbers.setdefault(copy, len(numbers)) for copy in copies)
 

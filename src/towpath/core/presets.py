@@ -21,7 +21,7 @@ from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, P
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
-from towpath.topology.cluster import Extent, Topology
+from towpath.topology.cluster import FLAT, Extent, Topology
 
 # Editors complete these names. Arguments of type `Preset | str` also accept a name that is known only at run time.
 Preset = Literal[
@@ -92,7 +92,9 @@ def _by_levels(code: str) -> Callable[[Topology], Placement]:
     """Return a placer by PaRO's code: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
 
     def place(topology: Topology) -> Placement:
-        extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
+        extent = {"n": NONE, "g": topology.whole}
+        if "i" in code:
+            extent["i"] = Extent(topology.ranks_per_node)
         return Placement(*(extent[letter] for letter in code))
 
     return place
@@ -226,6 +228,8 @@ class NamedStrategy:
         outer, topology = _islands(options.get("outer"), topology)
         placement = self.name
         if not isinstance(placement, Placement):
+            if placement not in FLAT:
+                topology.check_equal(f"strategy {placement!r}")
             placement = _PLACERS[placement](topology, **({"group": options["group"]} if "group" in options else {}))
         same = {each: options[each] for each in ("frozen", "frozen_codec", "offload", "shares") if each in options}
         made = Strategy(topology, placement, self.label, outer=outer, **same)

@@ -85,6 +85,7 @@ def protection_of(
     `outer`: The plan of outer steps, if there are any. `states`: The states that the optimizer has of each parameter.
     """
     job, several = strategy.job, strategy.job.nodes > 1
+    job.check_equal("protect")
     state = alone = expected = feedback = 0.0
     slices_alone = False
     for bucket in (bucket for plan in plans for bucket in plan.buckets):

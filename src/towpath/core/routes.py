@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import groupby
 from math import ceil
 from typing import Literal, NamedTuple, get_args
 
@@ -139,7 +140,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The members of a group as `nodes` × `width`: member j·width + m is the m-th member of the j-th node."""
+    """The members of a group as `nodes` × `width`: member j·width + m is the m-th member of the j-th node.
+
+    If nodes have unequal numbers of members, each member counts as a node, because there are no columns.
+    """
 
     nodes: int
     width: int
@@ -147,11 +151,9 @@ class Grid:
     @staticmethod
     def of(nodes: Sequence[int]) -> Grid:
         """Return the grid of a group from the node of each member, in ring order."""
-        rows = len(set(nodes))
-        width = len(nodes) // rows
-        runs = [set(nodes[i : i + width]) for i in range(0, len(nodes), width)]
-        assert len(runs) == rows and all(len(run) == 1 for run in runs), f"not node by node, or uneven: {nodes}"
-        return Grid(rows, width)
+        runs = [len(list(run)) for _, run in groupby(nodes)]
+        assert len(runs) == len(set(nodes)), f"not node by node: {nodes}"
+        return Grid(len(runs), runs[0]) if len(set(runs)) == 1 else Grid(len(nodes), 1)
 
     @property
     def plain(self) -> bool:
@@ -331,6 +333,8 @@ _GATHERS: dict[str, Callable[[Sequence[int], Grid, int, Sequence[Place]], Iterat
 }
 ROUTES: tuple[Route, ...] = get_args(Route)
 ALL_TO_ALL: tuple[Route, ...] = ("one-hop", "two-hop")
+# The routes with groups of rows and columns, for which nodes must have equally many members.
+WITH_COLUMNS: tuple[Route, ...] = ("hierarchical", "ho-ring", "two-hop")
 
 
 def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
+from towpath.core.routes import WITH_COLUMNS
 from towpath.core.shares import AUTO, Shares, shares_of
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
@@ -192,6 +193,7 @@ class Strategy:
                     f"{self.name}: protect on {self.job.words}: expected several nodes, as the copies of a lost node "
                     "are on another one. Start more nodes, or leave out protect."
                 )
+            self.job.check_equal(f"{self.name}: protect")
         if self.offload is not None and self.offload not in OFFLOADS:
             raise ConfigError(
                 f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
@@ -218,6 +220,8 @@ class Strategy:
                     "backward pass compute with other weights than the forward pass. Take a codec without +stochastic "
                     "for weights."
                 )
+            if transport.route in WITH_COLUMNS and getattr(self.moves, kind.value):
+                self.topology.check_equal(f"{self.name}: {kind.value} by the route {transport.route!r}")
             if kind is TransferKind.GRAD_SYNC and transport.low_rank is not None and self.placement.grads.size == 1:
                 continue  # gradients are unsharded here, as low rank requires
             for move in getattr(self.moves, kind.value):

@@ -92,6 +92,7 @@ class Peers:
             lines.append(f"the topology is {'to be detected' if topology is None else 'passed'}")
         shape = Topology(*detect_shape(groups)) if topology is None else topology
         with together(groups, "wires()", _SAME) as lines:
+            shape.check_equal("towpath.wires()")
             strategy = wishes.strategy(preset, _among(groups.members, shape))
             lines += [f"towpath {__version__}, torch {torch.__version__}", f"hold={wishes.hold}, {shape}"]
             lines += [*strategy.to_toml().splitlines(), *model]

@@ -130,6 +130,7 @@ class Outer:
         Raises:
             ConfigError: If islands would not consist of equally many whole nodes.
         """
+        topology.check_equal("outer")
         islands = 1 if self.meet else topology.nodes if self.islands is None else self.islands
         if topology.nodes % islands:
             choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)

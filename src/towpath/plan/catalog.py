@@ -226,6 +226,8 @@ _BYTES_OF_A_CODED_ELEMENT = 4.0
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     """Return the cluster that a parsed TOML file describes. Raise ConfigError if the file is not valid."""
     root = _ClusterTable(f"cluster {name}", "", dict(table))
+    if isinstance(sizes := table.get("ranks_per_node"), list):
+        Topology(root.count("nodes"), sizes).check_equal(f"cluster {name}: the planner")
     topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
     memory = int(root.number("memory") * GIB)
     compute, intra, inter = map(root.section, ("compute", "intra", "inter"))

@@ -80,6 +80,7 @@ def choose(
     because they also work at the same time in a step. With no memory in `request`, a rank may take most of its
     device's. `staged` plans the job's stages, if it has any.
     """
+    topology.check_equal('strategy="auto"')
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
             f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '

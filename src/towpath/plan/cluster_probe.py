@@ -114,6 +114,7 @@ def still_holds(profile: Profile, groups: Groups) -> bool:
 
 class _Prober:
     def __init__(self, groups: Groups, topology: Topology, budget: float) -> None:
+        topology.check_equal("probe")
         self._groups, self._topology, self._budget = groups, topology, budget
         self._device = device_of_job()
         self._rank = groups.rank

@@ -159,6 +159,9 @@ class Hardware:
     # Collectives that were measured on this cluster. They correct the costs of the same collectives.
     measured: MeasuredCollectives | None = None
 
+    def __post_init__(self) -> None:
+        self.topology.check_equal("the planner")
+
     @property
     def form(self) -> Form:
         """The form of transfers: ranks with a device use NCCL, which takes collectives."""

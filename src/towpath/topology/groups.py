@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -362,8 +362,8 @@ def rendezvous_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
-def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
-    """Return the number of nodes, of ranks on each, and of nodes in each rack, which are the fields of `Topology`.
+def detect_shape(groups: Groups | None = None) -> tuple[int, tuple[int, ...], int | None]:
+    """Return the number of nodes, the ranks of each, and the nodes in each rack, which are the fields of `Topology`.
 
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
     """
@@ -371,14 +371,7 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     told = groups.all_gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
     homes: list[str] = [home for home, _ in told]
     sizes = Counter(homes)
-    if len(set(sizes.values())) > 1:
-        counts = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
-        raise ConfigError(
-            f"uneven nodes: {counts} ranks. Towpath needs as many ranks on each node: start equal numbers, or pass a "
-            "topology of your own (any equal groups whose inner links are the faster ones)."
-        )
-    ranks = next(iter(sizes.values()))
-    if any(homes[i] != homes[i // ranks * ranks] for i in range(len(homes))):
+    if len(list(groupby(homes))) > len(sizes):
         if len(set(told)) > len(sizes):  # init() has numbered them by their racks
             raise ConfigError(
                 f"the ranks of a node are in different racks: {sorted({(home, rack) for home, (rack, _) in told})} are "
@@ -388,7 +381,8 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."
         )
-    return len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups)
+    racks = [rack for _, rack in (told[homes.index(home)] for home in sizes)]
+    return len(sizes), tuple(sizes.values()), _nodes_per_rack(racks, groups)
 
 
 # A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever

@@ -42,7 +42,10 @@ FROM_0: Limit = (lambda value: value >= 0, "0 or more")
 SHARE: Limit = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
 SHARE_BELOW_1: Limit = (lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
 SEED: Limit = (lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
-NODES: Limit = (re.compile(r"([1-9]\d{0,4}x[1-9]\d{0,4})?").fullmatch, "NODESxRANKS, such as 4x8")
+NODES: Limit = (
+    re.compile(r"([1-9]\d{0,4}(x|(\+[1-9]\d{0,4})*\+)[1-9]\d{0,4})?").fullmatch,
+    "NODESxRANKS, such as 4x8, or the ranks of each node, such as 1+3",
+)
 STEPS: Limit = (lambda value: all(step > 0 for step in value), "steps, counted from 1")
 
 
@@ -203,7 +206,7 @@ class StrategyConfig(Section):
     NAME: ClassVar = "strategy"
 
     name: str = key("zero3", 'a preset with options ("mics route=ring"), a TOML file, or auto')
-    nodes: str = key("", "nodes, and ranks of each, as 4x8; empty: as they were launched", NODES)
+    nodes: str = key("", "nodes, and ranks of each, as 4x8 or 1+3; empty: as they were launched", NODES)
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
@@ -234,6 +237,9 @@ class StrategyConfig(Section):
             self.refuse("name", "auto alone: it chooses the options")
         if not self.auto and self.file is None and preset not in presets.strategies():
             self.refuse("name", f"a preset ({presets.closest(preset)}?), the path of a .toml file, or auto")
+        if "+" in self.nodes and self.file is None:  # refused before ranks meet
+            topology = Topology.parse(self.nodes)
+            _ = topology.check_equal("strategy.name = auto") if self.auto else self.build(topology)
 
     @property
     def auto(self) -> bool:
@@ -257,7 +263,7 @@ class StrategyConfig(Section):
 
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
-        return Topology(*map(int, self.nodes.split("x"))) if self.nodes else launched
+        return Topology.parse(self.nodes) if self.nodes else launched
 
     def build(self, launched: Topology) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto"."""

@@ -50,6 +50,9 @@ def copies_of_model(parallel: ParallelConfig, world: int) -> int:
 
 def topology_of_copies(parallel: ParallelConfig, launched: Topology) -> Topology:
     """Return the topology of the ranks that hold the same part of the model, which a strategy applies to."""
+    if parallel.ranks == 1:
+        return launched
+    launched.check_equal("[parallel]")
     ranks = launched.ranks_per_node
     if ranks % parallel.tensor:
         raise ConfigError(

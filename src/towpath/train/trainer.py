@@ -105,7 +105,8 @@ class TrainingRun:
         self.stop = stop or StopRequest()
         # The cores that this process may use: a container, or a scheduler, may leave it fewer than the node has.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(train.threads or max(1, cores // job.topology.ranks_per_node))
+        node = job.topology.node_of(job.rank)
+        torch.set_num_threads(train.threads or max(1, cores // job.topology.sizes[node]))
 
         # Data, and the model on the meta device. Whatever cannot train is refused on all ranks.
         strategy: Strategy | None = None
@@ -116,7 +117,7 @@ class TrainingRun:
             if not config.strategy.auto:
                 train.micro_steps(self.copies)  # refuses a batch that the copies cannot share
                 strategy = config.strategy.build(topology_of_copies(parallel, job.topology))
-            leads_node = job.rank % job.topology.ranks_per_node == 0
+            leads_node = job.topology.local_of(job.rank) == 0
             self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=leads_node)
             bundle = build_model(config.model, self.tokens.vocabulary)
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
@@ -136,7 +137,7 @@ class TrainingRun:
         self.micro_steps = train.micro_steps(self.copies)  # of an optimizer step, on each copy of the model
         self.copy = job.rank // parallel.tensor % self.copies  # the one that this rank holds a part of
         self.pipelined = parallel.pipeline > 1
-        ranks = f"{strategy.job.nodes} × {strategy.job.ranks_per_node} {job.device.type} ranks"
+        ranks = f"{strategy.job.shape} {job.device.type} ranks"
         job.print_once(f"{bundle.parameters / 1e6:.1f} million parameters, {strategy.name} on {ranks}")
         if strategy.outer is not None:
             job.print_once(fill(f"{counted(strategy.islands, 'island')}, synchronized {strategy.outer}", 100))
