@@ -119,6 +119,20 @@ def _lose_each(nodes: Path, shape: Topology, make: Any) -> dict[int, Any]:
     return wrong
 
 
+@on_ranks(4)
+def test_each_rank_keeps_its_own_buffers(tmp_path: Path) -> None:
+    nodes, root = tmp_path / "nodes", tmp_path / "root"
+    enter(nodes)
+    job = Job("paro-iig")
+    job.model.scale.fill_(1.0 + rank())  # as the statistics of a BatchNorm differ
+    job.train([1, 2], checkpoint.Saver(root, job.state))
+    lose(nodes, 1)
+    enter(nodes)
+    again = Job("paro-iig")
+    assert checkpoint.load(root, again.state)
+    assert again.model.scale.item() == 1.0 + rank()
+
+
 # --- other nodes ------------------------------------------------------------------------------------------------------
 
 
