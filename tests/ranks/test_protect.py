@@ -24,6 +24,7 @@ from tests.ranks.checkpoints import Content, differing, rank
 from tests.ranks.protected import SHAPE, Job, Scaler, copied, enter, logged, lose, on_rank_0
 from tests.ranks.server import RankError, World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
+from tests.ranks.test_checkpoint import _copy_as_late_as_can_be
 from towpath import Topology, checkpoint
 from towpath.checkpoint import storage
 from towpath.checkpoint.manifest import step_of
@@ -425,6 +426,25 @@ def test_two_savers_of_two_models_do_not_meet(tmp_path: Path) -> None:
         del expected["random numbers"], found["random numbers"]  # the other job has drawn some since
         assert differing(found, expected) == []
         saver.close()
+
+
+@on_ranks(4)
+def test_parameters_may_be_written_once_the_saver_has_settled(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, late = Job("paro-iig"), _copy_as_late_as_can_be()
+    try:
+        job.train([1, 2])
+        expected, saver = job.content(), checkpoint.Saver(tmp_path / "root", job.state)
+        saver.protect(2)
+        saver.settle()
+        with torch.no_grad():
+            job.model.big.weight.mul_(0.5)
+        job.train([3], saver)
+    finally:
+        late.undo()
+    again = Job("paro-iig").spoil()
+    assert checkpoint.load(tmp_path / "root", again.state)
+    assert differing(again.content(), expected) == []
 
 
 @on_ranks(4)
