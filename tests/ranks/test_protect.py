@@ -252,6 +252,16 @@ def _load_three(nodes: Path) -> tuple[int, str | None]:
     return loaded.step, None
 
 
+@on_ranks(4)
+def test_a_snapshot_of_another_model_is_named_with_its_place(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    job.train([1, 2], checkpoint.Saver(root, job.state))
+    other = Job("paro-iig", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"snapshot of step 2 cannot be loaded.*SGD.*remove towpath-\d+/\w+ in"):
+        checkpoint.load(root, other.state)
+
+
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
