@@ -310,6 +310,22 @@ def test_another_program_at_an_address_is_not_followed(seat: Seat, sent: bytes, 
         other.join()
 
 
+def test_a_newcomer_holds_the_register_if_the_holder_ends_before_their_next_exchange(seat: Seat) -> None:
+    port = listener_of(seat).port
+    with contextlib.closing(Seat(f"127.0.0.1:{port}", {"every": "4"}, 1, 3600.0, 3600.0, 60.0)) as newcomer:
+        assert newcomer.join(0, print) == (1, False)
+        for message in (ready((4, 0, 0)), vote((4, 0, 0))):
+            seat.ask(message)
+        assert newcomer.ask({})["donation"] == 0
+        told = threading.Thread(target=lambda: [newcomer.ask(m) for m in (watches(True), vote((8, 0, 0), blocks=3))])
+        told.start()
+        for message in (ready((8, 0, 0)), vote((8, 0, 0))):
+            seat.ask(message)
+        told.join()
+        seat.close()
+        assert newcomer.ask(ready((12, 0, 0)))["trained"] == [1]
+
+
 # --- holders that end at any moment -----------------------------------------------------------------------------------
 
 

@@ -411,6 +411,7 @@ class Seat:
                 self._last = answer
             if "outcome" in answer:
                 self._state["last"] = [answer["outcome"], answer["applied"]]
+                self._last["trained"] = [*self._last.get("trained", ()), *answer.get("joined", ())]
             return answer | {"host": wire.peer}
 
     def _ping(self) -> None:

@@ -181,10 +181,11 @@ class Register:
         self._state["last"] = [key, not problems]
         if problems:
             self._view = ()  # groups whose exchange failed are not used again
+        joined = [m.number for m in members if m.donor >= 0 and m.told.get("blocks")]  # they have the slow weights
         blocks = [self._blocks_of(member, key) for member in members]
         said, self._said = self._said, []
         outcome: Message = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
-        outcome["state"] = dict(self._state)
+        outcome |= {"state": dict(self._state), "joined": joined}
         for member, each in zip(members, blocks, strict=True):
             self._answer(member, outcome | {"blocks": each})
         for member in self.members.values():
