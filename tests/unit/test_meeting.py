@@ -104,6 +104,18 @@ def test_those_that_are_left_decide_without_the_one_that_ended() -> None:
     assert go[0]["members"] == (0, 2) and go[0]["weights"] == [2, 2]
 
 
+def test_an_island_that_leaves_while_the_others_wait_holds_no_register_any_more() -> None:
+    for ends in (lambda found: found.leave(0, "it has ended", 1.0), lambda found: found.tick(LATE + 2)):
+        found = three_that_train()
+        for number in (1, 2):
+            found.hear(number, ready((4, 0, 0)), 1.0)
+            found.hear(number, {"ping": True}, LATE)
+        found.hear(0, {"ping": True}, LATE)
+        found.answers = []
+        ends(found)
+        assert found.members.keys() == {1, 2} and not any("go" in each for each in answers(found).values())
+
+
 def test_a_silent_island_and_a_late_one_are_told_that_the_others_go_on() -> None:
     found, key = three_that_train(), (4, 0, 0)
     for now in (10.0, 40.0, 60.0, 80.0):

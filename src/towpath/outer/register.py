@@ -161,7 +161,8 @@ class Register:
         for member in there:
             if member.told and self._last is not None and member.key == self._last[0]:
                 self._answer(member, {"outcome": member.key, "applied": self._last[1], "why": "its holder has ended"})
-        if not there or self.expected or not all(m.told for m in there):
+        # After the island of this register has left, the next holder answers.
+        if self.number not in self.members or self.expected or not all(m.told for m in there):
             return
         voted = [m for m in there if "vote" in m.told]
         keys = {m.key for m in there} - {None}
