@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from towpath.errors import ConfigError
 from towpath.outer import meeting
 from towpath.outer.meeting import Listener, Seat, Wire
 from towpath.outer.register import Key, Register
@@ -295,6 +296,14 @@ def test_another_program_that_says_nothing_is_sent_away(seat: Seat, monkeypatch:
     monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.01)
     with socket.create_connection(("127.0.0.1", listener_of(seat).port), 30.0) as stranger:
         assert stranger.recv(1) == b""
+
+
+def test_an_address_whose_port_another_program_has_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        made = Seat(f"127.0.0.1:{other.getsockname()[1]}", {}, 1, 3600.0, 3600.0, 0.0)
+        with contextlib.closing(made), pytest.raises(ConfigError, match="another program has the port"):
+            made.join(0, print)
 
 
 NOWHERE = [{"at": "nowhere"}, {"at": "a..b:1"}, {"at": "127.0.0.1:99999"}, {"at": 5}]

@@ -137,7 +137,8 @@ class Listener:
                 socket.create_server((host, 0)).close()  # raises unless the address is this machine's
                 server = socket.create_server(("", port), backlog=64)
                 server.setblocking(False)
-                self._select.register(server, selectors.EVENT_READ)
+                with self._lock:  # another thread looks through all that is registered
+                    self._select.register(server, selectors.EVENT_READ)
                 self.place, self.port = place, server.getsockname()[1]
                 break
 
@@ -252,7 +253,8 @@ class Listener:
 
     def _self(self) -> Message:
         """Return what tells this run from another one, and which of two halves counts."""
-        return {"run": self.run, "facts": self._facts, "size": len(self.register.members) if self.register else 0}
+        size = len(register.members) if (register := self.register) is not None else 0  # threads change it
+        return {"run": self.run, "facts": self._facts, "size": size}
 
     def _compare(self, other: Message) -> None:
         """Note where a run is if this island has none. End the islands of this register if the other half is larger."""
@@ -330,9 +332,9 @@ class Seat:
                 return 0, True
             if waited > self._wait:
                 raise ConfigError(
-                    f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this machine has none "
-                    "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
-                    "address of this machine, too."
+                    f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this one cannot listen "
+                    "there: the addresses are of other machines, or another program has the port. Start an island on "
+                    "such a machine, or pass meet= with an address of this machine and a free port, too."
                 )
             time.sleep(_PAUSE_SECONDS)
             listener.listen()  # an address may be free by now
