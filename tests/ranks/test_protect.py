@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
@@ -31,7 +32,7 @@ from towpath.checkpoint.manifest import step_of
 from towpath.codecs import exact
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import chain, owner_stepped
-from towpath.protect import snapshots
+from towpath.protect import buddies, snapshots
 from towpath.protect.memory import memory_of
 
 
@@ -350,6 +351,29 @@ def _failing(owner: Any, name: str, error: Exception, after: int = 0) -> Any:
         return original(*args, **options)
 
     return patch.object(owner, name, call)
+
+
+@on_ranks(4)
+def test_a_copy_that_is_damaged_in_memory_is_sent_anew_and_is_no_other_replica(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    on_rank_0(lambda: [_flip(path) for path in (tmp_path / "nodes/1").glob("*/*/*/rank-0000[01]*optimizer*")])
+    with patch.object(buddies, "_shorter", _as_difference), logged() as lines:
+        job.train([3, 4], saver)
+    assert not lines or ("last copy or the message was damaged" in lines[0] and "replicas" not in lines[0])
+    assert bool(lines) is (rank() == 0)
+    job.train([5, 6], saver)
+    assert step_of(memory_of(root).snapshots()[0]) == 6
+
+
+def _as_difference(old: Tensor, new: Tensor, memory: Tensor, _: Tensor) -> Tensor:
+    return buddies._encoded(old, new, memory)
+
+
+def _flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 4]))
 
 
 # Where a rank fails: before all, while it writes, as a sender, as a receiver before a message and after one.

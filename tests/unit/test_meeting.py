@@ -106,14 +106,17 @@ def test_those_that_are_left_decide_without_the_one_that_ended() -> None:
 
 
 def test_an_island_that_leaves_while_the_others_wait_holds_no_register_any_more() -> None:
-    for ends in (lambda found: found.leave(0, "it has ended", 1.0), lambda found: found.tick(LATE + 2)):
+    for leaves in (True, False):
         found = three_that_train()
         for number in (1, 2):
             found.hear(number, ready((4, 0, 0)), 1.0)
             found.hear(number, {"ping": True}, LATE)
         found.hear(0, {"ping": True}, LATE)
         found.answers = []
-        ends(found)
+        if leaves:
+            found.leave(0, "it has ended", 1.0)
+        else:  # the others waited for it
+            found.tick(LATE + 2)
         assert found.members.keys() == {1, 2} and not any("go" in each for each in answers(found).values())
 
 

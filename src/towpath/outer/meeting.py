@@ -253,8 +253,8 @@ class Listener:
 
     def _self(self) -> Message:
         """Return what tells this run from another one, and which of two halves counts."""
-        size = len(register.members) if (register := self.register) is not None else 0  # threads change it
-        return {"run": self.run, "facts": self._facts, "size": size}
+        register = self.register  # which another thread may remove
+        return {"run": self.run, "facts": self._facts, "size": len(register.members) if register else 0}
 
     def _compare(self, other: Message) -> None:
         """Note where a run is if this island has none. End the islands of this register if the other half is larger."""

@@ -99,11 +99,9 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     assert manifest is not None
     try:
         restoring = control.each(lambda: Restore(state, manifest))
-    except DamagedError:
-        raise
     except CheckpointError as error:  # of another model
         advice = f"To begin anew, remove {memory} on every node."
-        raise CheckpointError(f"the snapshot of step {found.step} cannot be loaded: {error} {advice}") from error
+        raise type(error)(f"the snapshot of step {found.step} cannot be loaded: {error} {advice}") from error
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
     moves = plan_moves(found.homes, manifest, folder, reading.files, ranks.nodes, control)
 
