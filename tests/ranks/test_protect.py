@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
@@ -24,13 +25,14 @@ from tests.ranks.checkpoints import Content, differing, rank
 from tests.ranks.protected import SHAPE, Job, Scaler, copied, enter, logged, lose, on_rank_0
 from tests.ranks.server import RankError, World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
+from tests.ranks.test_checkpoint import _copy_as_late_as_can_be
 from towpath import Topology, checkpoint
 from towpath.checkpoint import storage
 from towpath.checkpoint.manifest import step_of
 from towpath.codecs import exact
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import chain, owner_stepped
-from towpath.protect import snapshots
+from towpath.protect import buddies, snapshots
 from towpath.protect.memory import memory_of
 
 
@@ -117,6 +119,20 @@ def _lose_each(nodes: Path, shape: Topology, make: Any) -> dict[int, Any]:
         if found or later or losses != expected[0]:
             wrong[lost] = found, losses, expected[0], later
     return wrong
+
+
+@on_ranks(4)
+def test_each_rank_keeps_its_own_buffers(tmp_path: Path) -> None:
+    nodes, root = tmp_path / "nodes", tmp_path / "root"
+    enter(nodes)
+    job = Job("paro-iig")
+    job.model.scale.fill_(1.0 + rank())  # as the statistics of a BatchNorm differ
+    job.train([1, 2], checkpoint.Saver(root, job.state))
+    lose(nodes, 1)
+    enter(nodes)
+    again = Job("paro-iig")
+    assert checkpoint.load(root, again.state)
+    assert again.model.scale.item() == 1.0 + rank()
 
 
 # --- other nodes ------------------------------------------------------------------------------------------------------
@@ -237,6 +253,16 @@ def _load_three(nodes: Path) -> tuple[int, str | None]:
     return loaded.step, None
 
 
+@on_ranks(4)
+def test_a_snapshot_of_another_model_is_named_with_its_place(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    job.train([1, 2], checkpoint.Saver(root, job.state))
+    other = Job("paro-iig", optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"snapshot of step 2 cannot be loaded.*SGD.*remove towpath-\d+/\w+ in"):
+        checkpoint.load(root, other.state)
+
+
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +353,29 @@ def _failing(owner: Any, name: str, error: Exception, after: int = 0) -> Any:
     return patch.object(owner, name, call)
 
 
+@on_ranks(4)
+def test_a_copy_that_is_damaged_in_memory_is_sent_anew_and_is_no_other_replica(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    on_rank_0(lambda: [_flip(path) for path in (tmp_path / "nodes/1").glob("*/*/*/rank-0000[01]*optimizer*")])
+    with patch.object(buddies, "_shorter", _as_difference), logged() as lines:
+        job.train([3, 4], saver)
+    assert not lines or ("last copy or the message was damaged" in lines[0] and "replicas" not in lines[0])
+    assert bool(lines) is (rank() == 0)
+    job.train([5, 6], saver)
+    assert step_of(memory_of(root).snapshots()[0]) == 6
+
+
+def _as_difference(old: Tensor, new: Tensor, memory: Tensor, _: Tensor) -> Tensor:
+    return buddies._encoded(old, new, memory)
+
+
+def _flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 4]))
+
+
 # Where a rank fails: before all, while it writes, as a sender, as a receiver before a message and after one.
 FAULTS: list[tuple[Any, str, Exception, int]] = [
     (Scaler, "state_dict", ValueError("no state today"), 0),
@@ -411,6 +460,25 @@ def test_two_savers_of_two_models_do_not_meet(tmp_path: Path) -> None:
         del expected["random numbers"], found["random numbers"]  # the other job has drawn some since
         assert differing(found, expected) == []
         saver.close()
+
+
+@on_ranks(4)
+def test_parameters_may_be_written_once_the_saver_has_settled(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, late = Job("paro-iig"), _copy_as_late_as_can_be()
+    try:
+        job.train([1, 2])
+        expected, saver = job.content(), checkpoint.Saver(tmp_path / "root", job.state)
+        saver.protect(2)
+        saver.settle()
+        with torch.no_grad():
+            job.model.big.weight.mul_(0.5)
+        job.train([3], saver)
+    finally:
+        late.undo()
+    again = Job("paro-iig").spoil()
+    assert checkpoint.load(tmp_path / "root", again.state)
+    assert differing(again.content(), expected) == []
 
 
 @on_ranks(4)

@@ -6,6 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import random
@@ -18,14 +19,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 
+from tests.ranks.protected import enter
 from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom
-from towpath import checkpoint
+from towpath import Topology, checkpoint
 from towpath.checkpoint import storage
 from towpath.errors import StepError, TowpathError
 from towpath.train import checkpoints, trainer
@@ -408,6 +411,28 @@ def test_all_ranks_stop_after_the_same_step_save_and_end_with_the_code_of_a_sign
     assert "stopped after step 5. The same command goes on from there." in seen[0].said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005") is None
+
+
+def test_the_last_step_is_saved_by_the_start_that_found_it_in_memory(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    more = ("strategy.name=paro-iig", "strategy.nodes=2x1", "strategy.protect=1")
+    for seen in world(2).run(_end_in_error_and_again, (*options, *_in(tmp_path / "run", *more)), tmp_path / "nodes"):
+        assert (seen.error, seen.losses) == ("", [])
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == tmp_path / f"run/checkpoints/step-{STEPS:06}"
+
+
+def _end_in_error_and_again(options: tuple[str, ...], nodes: Path) -> Seen:
+    """The first time, a node is lost after the last step."""
+    enter(nodes, Topology(2, 1))
+    with patch.object(TrainingRun, "evaluate", _raise_lost):  # a mock would keep the error, and with it the saver
+        assert _train(options).error == "a rank was lost"
+    gc.collect()
+    return _train(options)
+
+
+def _raise_lost(_: TrainingRun) -> None:
+    raise StepError("a rank was lost")
 
 
 def test_with_a_dead_peer_nothing_is_saved_and_that_is_said(options: tuple[str, ...], tmp_path: Path) -> None:

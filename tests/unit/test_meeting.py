@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from towpath.errors import ConfigError
 from towpath.outer import meeting
 from towpath.outer.meeting import Listener, Seat, Wire
 from towpath.outer.register import Key, Register
@@ -102,6 +103,21 @@ def test_those_that_are_left_decide_without_the_one_that_ended() -> None:
         found.hear(number, ready((8, 0, 0), weight=2), 3.0)
     go = answers(found)
     assert go[0]["members"] == (0, 2) and go[0]["weights"] == [2, 2]
+
+
+def test_an_island_that_leaves_while_the_others_wait_holds_no_register_any_more() -> None:
+    for leaves in (True, False):
+        found = three_that_train()
+        for number in (1, 2):
+            found.hear(number, ready((4, 0, 0)), 1.0)
+            found.hear(number, {"ping": True}, LATE)
+        found.hear(0, {"ping": True}, LATE)
+        found.answers = []
+        if leaves:
+            found.leave(0, "it has ended", 1.0)
+        else:  # the others waited for it
+            found.tick(LATE + 2)
+        assert found.members.keys() == {1, 2} and not any("go" in each for each in answers(found).values())
 
 
 def test_a_silent_island_and_a_late_one_are_told_that_the_others_go_on() -> None:
@@ -285,6 +301,14 @@ def test_another_program_that_says_nothing_is_sent_away(seat: Seat, monkeypatch:
         assert stranger.recv(1) == b""
 
 
+def test_an_address_whose_port_another_program_has_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        made = Seat(f"127.0.0.1:{other.getsockname()[1]}", {}, 1, 3600.0, 3600.0, 0.0)
+        with contextlib.closing(made), pytest.raises(ConfigError, match="another program has the port"):
+            made.join(0, print)
+
+
 NOWHERE = [{"at": "nowhere"}, {"at": "a..b:1"}, {"at": "127.0.0.1:99999"}, {"at": 5}]
 
 
@@ -308,6 +332,22 @@ def test_another_program_at_an_address_is_not_followed(seat: Seat, sent: bytes, 
         come_to = seat._come_to  # pyright: ignore[reportPrivateUsage]
         assert come_to(f"127.0.0.1:{server.getsockname()[1]}") == answer
         other.join()
+
+
+def test_a_newcomer_holds_the_register_if_the_holder_ends_before_their_next_exchange(seat: Seat) -> None:
+    port = listener_of(seat).port
+    with contextlib.closing(Seat(f"127.0.0.1:{port}", {"every": "4"}, 1, 3600.0, 3600.0, 60.0)) as newcomer:
+        assert newcomer.join(0, print) == (1, False)
+        for message in (ready((4, 0, 0)), vote((4, 0, 0))):
+            seat.ask(message)
+        assert newcomer.ask({})["donation"] == 0
+        told = threading.Thread(target=lambda: [newcomer.ask(m) for m in (watches(True), vote((8, 0, 0), blocks=3))])
+        told.start()
+        for message in (ready((8, 0, 0)), vote((8, 0, 0))):
+            seat.ask(message)
+        told.join()
+        seat.close()
+        assert newcomer.ask(ready((12, 0, 0)))["trained"] == [1]
 
 
 # --- holders that end at any moment -----------------------------------------------------------------------------------

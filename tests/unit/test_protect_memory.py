@@ -179,6 +179,12 @@ def test_too_little_room_is_said_with_its_remedy(memory: NodeMemory, monkeypatch
         memory.check_room(5_000_000)
 
 
+def test_a_damaged_note_says_what_to_remove(memory: NodeMemory) -> None:
+    (memory.path / "node.json").touch()
+    with pytest.raises(CheckpointError, match=f"node.json is damaged. On this node, remove {memory.path}"):
+        memory.noted("node")
+
+
 def test_notes_are_whole_and_the_first_stays(memory: NodeMemory) -> None:
     assert memory.noted("noticed") is None
     memory.note("noticed", {"seconds": 1.5})

@@ -117,7 +117,9 @@ class Restore:
         rounded: set[str] = set()
         for name, tensor in self._model.all().items():
             first = self._names[name]
-            key = f"model.{first}"
+            key, own = f"model.{first}", f"rank.{self._state.island_rank}.buffer.{first}"
+            if own in self.manifest.tensors and self._ranks == self._saved_ranks:
+                key = own
             if key in self.targets:
                 self._copies.append((tensor, self.targets[key]))
                 self.notes.append(f"{name} and {first} were one parameter in the checkpoint, and are two in this model")

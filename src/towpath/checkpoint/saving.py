@@ -261,6 +261,8 @@ class Saver:
         """
         if self._under_way is not None and self._under_way.snapshot is not None:
             self._under_way.snapshot.before_step()
+        if self._snapshots is not None:
+            self._snapshots.settle()
 
     def wait(self) -> Outcome | None:
         """Wait for the checkpoint that is being saved, and return its outcome. Return None if there is none."""

@@ -3,7 +3,7 @@
     model.NAME                parameters (the masters, in their own dtype) and persistent buffers
     optimizer.NAME.STATE      per parameter, by the parameter's name
     EXTRA.PATH                the tensors in the state of an extra
-    rank.R.rng.…, rank.R.codec.…   what each rank has of its own
+    rank.R.rng.…, rank.R.codec.…   what each rank has of its own; in a snapshot also rank.R.buffer.…
 
 Values that are not tensors are in the manifest, under `model`, `optimizer`, the names of the extras, `engine`, `rng`,
 `config` and, for adapters of PEFT, `peft`.
@@ -135,6 +135,8 @@ class State:
         found = dict(mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.codec_states().items()}
+        if nodes is not None and not copies:  # a checkpoint has those of one rank
+            own |= {f"rank.{self.island_rank}.buffer.{name}": tensor for name, tensor in model.buffers.items()}
         found.update(mine(own, True))
         rng = {"seed": torch.initial_seed(), "peers": len(self.local.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}

@@ -95,7 +95,8 @@ class Listener:
                 socket.create_server((host, 0)).close()  # raises unless the address is this machine's
                 server = socket.create_server(("", port), backlog=64)
                 server.setblocking(False)
-                self._select.register(server, selectors.EVENT_READ)
+                with self._lock:  # another thread looks through all that is registered
+                    self._select.register(server, selectors.EVENT_READ)
                 self.place, self.port = place, server.getsockname()[1]
                 break
 
@@ -210,7 +211,8 @@ class Listener:
 
     def _self(self) -> Message:
         """Return what tells this run from another one, and which of two halves counts."""
-        return {"run": self.run, "facts": self._facts, "size": len(self.register.members) if self.register else 0}
+        register = self.register  # which another thread may remove
+        return {"run": self.run, "facts": self._facts, "size": len(register.members) if register else 0}
 
     def _compare(self, other: Message) -> None:
         """Note where a run is if this island has none. End the islands of this register if the other half is larger."""
@@ -288,9 +290,9 @@ class Seat:
                 return 0, True
             if waited > self._wait:
                 raise ConfigError(
-                    f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this machine has none "
-                    "of these addresses, so it cannot be the first island. Start one that has, or pass meet= with an "
-                    "address of this machine, too."
+                    f"no island was found at {', '.join(self._meet)} in {self._wait:.0f} s, and this one cannot listen "
+                    "there: the addresses are of other machines, or another program has the port. Start an island on "
+                    "such a machine, or pass meet= with an address of this machine and a free port, too."
                 )
             time.sleep(_PAUSE_SECONDS)
             listener.listen()  # an address may be free by now
@@ -369,6 +371,7 @@ class Seat:
                 self._last = answer
             if "outcome" in answer:
                 self._state["last"] = [answer["outcome"], answer["applied"]]
+                self._last["trained"] = [*self._last.get("trained", ()), *answer.get("joined", ())]
             return answer | {"host": wire.there}
 
     def _ping(self) -> None:

@@ -162,7 +162,8 @@ class Register:
         for member in there:
             if member.told and self._last is not None and member.key == self._last[0]:
                 self._answer(member, {"outcome": member.key, "applied": self._last[1], "why": "its holder has ended"})
-        if not there or self.expected or not all(m.told for m in there):
+        # After the island of this register has left, the next holder answers.
+        if self.number not in self.members or self.expected or not all(m.told for m in there):
             return
         voted = [m for m in there if "vote" in m.told]
         keys = {m.key for m in there} - {None}
@@ -182,10 +183,11 @@ class Register:
         self._state["last"] = [key, not problems]
         if problems:
             self._view = ()  # groups whose exchange failed are not used again
+        joined = [m.number for m in members if m.donor >= 0 and m.told.get("blocks")]  # they have the slow weights
         blocks = [self._blocks_of(member, key) for member in members]
         said, self._said = self._said, []
         outcome: Message = {"outcome": key, "applied": not problems, "why": "; ".join(problems), "said": said}
-        outcome["state"] = dict(self._state)
+        outcome |= {"state": dict(self._state), "joined": joined}
         for member, each in zip(members, blocks, strict=True):
             self._answer(member, outcome | {"blocks": each})
         for member in self.members.values():

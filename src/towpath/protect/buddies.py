@@ -212,7 +212,11 @@ class BuddyExchange:
                 is_difference = old is not None and exact.is_difference(message)
                 if old is not None and is_difference:
                     new[start:end] = old[start:end]
-                exact.decode(message, new[start:end], is_difference)
+                try:
+                    exact.decode(message, new[start:end], is_difference)
+                except exact.MessageError as error:
+                    what = "the last copy or the message was damaged. The next snapshot is sent whole."
+                    raise CheckpointError(f"{file.name} of rank {source}: {what}") from error
                 self._confirm(source, is_right=True)
                 start = end
             if len(tail):

@@ -98,7 +98,11 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
     folder = memory.folder_of(found.step)
     manifest = control.gather(lambda: read_manifest(folder) if me == found.source else None)[found.source]
     assert manifest is not None
-    restoring = control.each(lambda: Restore(state, manifest))
+    try:
+        restoring = control.each(lambda: Restore(state, manifest))
+    except CheckpointError as error:  # of another model
+        advice = f"To begin anew, remove {memory} on every node."
+        raise type(error)(f"the snapshot of step {found.step} cannot be loaded: {error} {advice}") from error
     reading = control.each(lambda: storage.Reading(restoring.targets, restoring.manifest, me == 0))
     moves = plan_moves(found.homes, manifest, folder, reading.files, ranks.nodes, control)
 

@@ -245,6 +245,8 @@ class NodeMemory:
             return json.loads((self.path / f"{name}.json").read_text())
         except FileNotFoundError:
             return None
+        except ValueError as error:  # on a disk, after a loss of power
+            raise CheckpointError(f"{name}.json is damaged. On this node, remove {self.path}.") from error
 
     def forget(self, name: str) -> None:
         """Remove a note, if there is one."""

@@ -108,7 +108,7 @@ class CheckpointManager:
         left = self._steps - state.step
         todo = f"{left} to go" if left > 0 else f"none is left of train.steps = {self._steps}"
         self._job.print_once(f"resumed from {loaded.path}: {state.step} steps are done, {todo}")
-        if source == self._folder:
+        if source == self._folder and self._contents.snapshot is None:  # a snapshot ends with the run
             self._saved = loaded.step
 
     def _set_aside(self, begin: int) -> None:
