@@ -54,7 +54,7 @@ MODELS = {
     "17m": ("model.width=448", "model.depth=7", "model.heads=8", "train.length=32"),  # 17 million parameters
 }
 KILLS = 20
-PICTURE_STEPS = 120
+PICTURE_STEPS = 60
 PATIENCE_SECONDS = 600.0
 AWAY_SECONDS = 60.0  # at most
 ROOT = Path(__file__).parents[2]
@@ -72,9 +72,9 @@ class Loss:
 
 # One run for a picture in the docs. Each loss is of another node.
 PICTURE_LOSSES = (
-    Loss(rank=4, phase="backward", step=33, silent=False),
-    Loss(rank=3, phase="forward", step=64, silent=False),
-    Loss(rank=0, phase="optimizer", step=93, silent=False),
+    Loss(rank=4, phase="backward", step=17, silent=False),
+    Loss(rank=3, phase="forward", step=34, silent=False),
+    Loss(rank=0, phase="optimizer", step=48, silent=False),
 )
 
 
