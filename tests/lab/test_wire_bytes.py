@@ -16,7 +16,7 @@ from lab import Lab
 from tests.lab.test_bytes import WIDER, counters_at_rest
 from tests.ranks.strategies import seldom
 
-LENGTH, WARM_UP, COUNTED = 16, 2, 2
+LENGTH, WARM_UP, COUNTED = 64, 2, 3
 
 
 class Adapted(nn.Module):

@@ -75,4 +75,4 @@ def _words(run: Any) -> list[str]:
 
 
 TABLES = {"lost-in-the-lab": lost_table, "seconds-to-heal": seconds_table}
-PICTURES = {PICTURE: picture} if figures.runs("healing") else {}
+PICTURES = {PICTURE: picture} if any("curve" in run for run in figures.runs("healing")) else {}

@@ -6,7 +6,7 @@ reaches is a finding, and never a hang.
     gathering     the processes find one another. The first of them leads, and the others carry out what it asks for
     examination   what the leader asks for, and in which order
     interfaces, machine, compute        facts about one machine or rank
-    channels, services, paths           measurements between two machines, over plain sockets (`json_lines.py`)
+    channels, services, paths           measurements between two machines, over plain sockets (`json_connection.py`)
     judge         from all facts to causes. A pure function, without any network
     gain          what a cause costs a training, from the planner
 

@@ -7,7 +7,7 @@ import errno
 import socket
 
 from towpath.doctor.interfaces import family_of
-from towpath.json_lines import JsonLines
+from towpath.json_connection import JsonConnection
 
 _CONNECT_SECONDS = 2.5
 # How an attempt to connect ends, by the error of the kernel. Everything else is "silent".
@@ -20,12 +20,12 @@ _STATES = {
 }
 
 
-def accepted(connection: socket.socket) -> JsonLines:
+def accepted(connection: socket.socket) -> JsonConnection:
     """Return a connection that another process has made to this one."""
-    return JsonLines(connection, _CONNECT_SECONDS)
+    return JsonConnection(connection, _CONNECT_SECONDS)
 
 
-def connect(address: str, port: int, segment: int | None = None) -> JsonLines:
+def connect(address: str, port: int, segment: int | None = None) -> JsonConnection:
     """Connect to an address, with segments of at most so many bytes in both directions."""
     connection = socket.socket(family_of(address), socket.SOCK_STREAM)
     try:

@@ -21,7 +21,7 @@ from towpath.doctor.channels import accepted, connect, listen, state_of
 from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable, resolved, source_towards
 from towpath.errors import ConfigError
-from towpath.json_lines import SHORT_BYTES, JsonLines
+from towpath.json_connection import SHORT_BYTES, JsonConnection
 
 PORT = 29511
 
@@ -94,7 +94,7 @@ class Place:
         return replace(place, machine=str(place.number), key=",".join(hosts))
 
 
-def _connected(host: str, port: int) -> JsonLines:
+def _connected(host: str, port: int) -> JsonConnection:
     """Connect to a host, at all its addresses in turn. Segments are short in both directions."""
     error = OSError(errno.ENETUNREACH, "no address")
     for address in resolved(host):
@@ -110,7 +110,7 @@ class Leader:
 
     def __init__(self, place: Place, perform: Perform, hello: Any) -> None:
         self.place, self._perform = place, perform
-        self.links: dict[int, JsonLines] = {}
+        self.links: dict[int, JsonConnection] = {}
         self.hellos: dict[int, Any] = {0: hello}
         # Of those that did not come, how it ends to connect to them; and of those that do not answer, the question.
         self.states: dict[int, str] = {}
@@ -137,7 +137,7 @@ class Leader:
         with ThreadPoolExecutor(max(1, len(missing))) as pool:
             self.states = dict(zip(missing, pool.map(self._state, missing), strict=True))
 
-    def _greet(self, link: JsonLines) -> None:
+    def _greet(self, link: JsonConnection) -> None:
         """Welcome the process at the other end, if it belongs here. One that comes again has given up before."""
         with contextlib.suppress(OSError, KeyError):
             hello = link.receive()
@@ -201,7 +201,7 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
     return question["text"], question["status"]
 
 
-def _welcomed(place: Place, hello: Any, until: float) -> JsonLines:
+def _welcomed(place: Place, hello: Any, until: float) -> JsonConnection:
     """Return a connection over which the leader has welcomed this process."""
     error: OSError | None = None
     while True:

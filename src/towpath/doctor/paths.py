@@ -18,7 +18,7 @@ from typing import Any
 from towpath.doctor.channels import connect, state_of
 from towpath.doctor.interfaces import Interface, family_of, interface_of
 from towpath.doctor.services import DATAGRAM, TICK_SECONDS, count, datagram_socket, give
-from towpath.json_lines import JsonLines
+from towpath.json_connection import JsonConnection
 
 _ECHOES, _ECHO_SECONDS = 200, 0.3
 _DATAGRAMS, _DATAGRAM_BYTES, _BURST = 2000, 200, 40
@@ -44,7 +44,7 @@ class Peer:
     port: int
     token: str
 
-    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> JsonLines:
+    def ask(self, what: str, *, segment: int | None = None, **more: Any) -> JsonConnection:
         """Return a connection to one of its services."""
         link = connect(self.address, self.port, segment)
         try:

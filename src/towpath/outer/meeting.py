@@ -25,7 +25,7 @@ from typing import final
 
 from towpath.daemons import start_daemon
 from towpath.errors import ConfigError, StepError
-from towpath.json_lines import JsonLines, Message
+from towpath.json_connection import JsonConnection, Message
 from towpath.outer.register import Register
 
 _CONNECT_SECONDS = 3.0
@@ -45,7 +45,7 @@ def parsed(address: str) -> tuple[str, int]:
 
 
 @final
-class Wire(JsonLines):
+class Wire(JsonConnection):
     """A connection between two islands."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from towpath.json_lines import Message
+from towpath.json_connection import Message
 
 # An optimizer step, a fragment, and how often islands have tried to exchange it at that step.
 Key = tuple[int, int, int]

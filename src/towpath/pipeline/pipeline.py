@@ -149,9 +149,9 @@ class Pipeline(Observable):
         self._ranks.connect()  # the first messages are between two stages only
         ranks, count = self._ranks.world, len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        topology = Topology.detect()
+        if mesh.size() == dist.get_world_size():  # ranks outside of the mesh would not come
+            Topology.detect().check_equal("a pipeline")
         with together(self._everyone, "Pipeline()", _SAME) as given:
-            topology.check_equal("a pipeline")
             precision = Precision.of(precision)
             self._compression = compression if isinstance(compression, Compression) else compression_preset(compression)
             kind = schedule_class(schedule)

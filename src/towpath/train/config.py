@@ -174,7 +174,7 @@ class OuterConfig(Section):
     every: int = key(0, "steps between exchanges of the same weights; 0: no outer steps", FROM_0)
     fragments: int = key(1, "parts of the model, exchanged at different steps")
     delay: int = key(0, "steps that an exchange may take while training goes on")
-    blend: float = key(0.0, "share of an island's own weights that a result leaves; with a delay: 0.5")
+    blend: float = key(0.0, "share of its own weights that an island keeps; delayed: 0.5")
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
     meet: str = key("", "HOST:PORT where islands that come and go meet")
@@ -206,7 +206,7 @@ class StrategyConfig(Section):
     NAME: ClassVar = "strategy"
 
     name: str = key("zero3", 'a preset with options ("mics route=ring"), a TOML file, or auto')
-    nodes: str = key("", "nodes, and ranks of each, as 4x8 or 1+3; empty: as they were launched", NODES)
+    nodes: str = key("", "nodes and ranks, as 4x8 or 1+3; empty: as they were launched", NODES)
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")

@@ -16,7 +16,7 @@ SHORT_BYTES = 500
 _LINE_BYTES = 1 << 22  # at most, since another program may have connected
 
 
-class JsonLines:
+class JsonConnection:
     """One end of a connection. Whatever goes wrong with it, or is no message, raises an OSError.
 
     Args:
