@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -501,6 +501,26 @@ def test_a_normal_end_removes_the_memory_and_a_failed_save_keeps_it(tmp_path: Pa
     assert outcome is not None and outcome.ok
     dist.barrier()
     assert not memory_of(root).path.exists()
+
+
+@on_ranks(4)
+def test_a_normal_end_removes_the_memory_also_if_no_snapshot_was_taken_since_the_loss(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver._release()  # this start ends in the midst
+    for every in (3, 0):
+        enter(copied(tmp_path / "nodes", f"nodes {every}"))
+        state = Job("paro-iig", every=every).state
+        assert checkpoint.load(root, state) is not None
+        with pytest.raises(ValueError, match="no normal end"), closing(checkpoint.Saver(root, state)):
+            raise ValueError("no normal end")
+        assert checkpoint.save(root, 2, state).ok  # nor the end of a training
+        assert memory_of(root).snapshots() != []
+        checkpoint.Saver(root, state).close()
+        dist.barrier()
+        assert not memory_of(root).path.exists()
 
 
 @pytest.mark.parametrize("sizes", [seldom((2, 2, 1)), seldom((1, 2, 2)), seldom((2, 1, 2))], ids=str)

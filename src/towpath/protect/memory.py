@@ -137,7 +137,7 @@ class NodeMemory:
             self._alive = None
 
     def close(self) -> None:
-        """Remove the folder with all snapshots, after a normal end of the job. One rank of the node calls this."""
+        """Remove the folder with all snapshots, after a normal end of the job. Any rank of the node may call this."""
         self.release()
         self._take_away()
 
