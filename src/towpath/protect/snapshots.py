@@ -268,7 +268,8 @@ class Snapshots:
         copied = [rank for rank in range(len(nodes)) if buddy_of(rank, nodes) in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
-            self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
+            needed = sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied)
+            self._memory.check_room(needed + storage.MARGIN_BYTES)
         return self._memory.new_partial(step)
 
     def _is_turn(self, step: int, share: float) -> bool:
@@ -285,6 +286,6 @@ class Snapshots:
 
     def _publish(self, step: int, folder: Path, manifest: Manifest) -> None:
         if self._ranks.leads:
-            write_manifest(folder, manifest)
+            write_manifest(folder, manifest, self._memory.check_room)
             read_manifest(folder)  # it must be possible, and the boxes must be all of each tensor
             self._memory.publish(step)
