@@ -589,6 +589,22 @@ def test_a_saver_that_is_closed_after_an_error_waits_for_nobody(tmp_path: Path) 
     assert memory_of(root).snapshots() != []
 
 
+@on_ranks(4)
+def test_another_job_in_the_memory_of_a_node_is_named_on_all_ranks(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver._release()  # as if it had a disk of its own
+    before = sorted((tmp_path / "nodes").rglob("*"))
+    with patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "job2"} if rank() >= 2 else {}):
+        for use in (partial(checkpoint.load, root), lambda state: checkpoint.Saver(root, state).protect(2)):
+            with pytest.raises(CheckpointError, match=r"failed on rank 2: .* in use by job none, .*TOWPATH_MEMORY"):
+                use(Job("paro-iig").state)
+    assert sorted((tmp_path / "nodes").rglob("*")) == before
+    saver.close()
+
+
 # --- loads in the midst of a training ---------------------------------------------------------------------------------
 
 

@@ -63,13 +63,17 @@ class NodeRanks:
 
     def __init__(self, root: str | Path, groups: Groups) -> None:
         self.memory: NodeMemory = memory_of(root)
-        self.memory.hold()
-        self.memory.note("node", uuid.uuid4().hex)
-        names: list[str] = groups.all_gather_objects(self.memory.noted("node"))
+        names = AllRanks(groups, "looking into the memory of nodes", CheckpointError).gather(self._enter)
         order = list(dict.fromkeys(names))
         self.nodes = [order.index(name) for name in names]
         self.mine = [rank for rank, name in enumerate(names) if name == names[groups.rank]]
         self.leads = self.mine[0] == groups.rank
+
+    def _enter(self) -> str:
+        """Hold this node's memory, and return its name."""
+        self.memory.hold()
+        self.memory.note("node", uuid.uuid4().hex)
+        return self.memory.noted("node")
 
     def noticed(self) -> float | None:
         """Return when this node noticed that another one is lost, or None, and forget it."""
