@@ -79,14 +79,14 @@ class Job:
         self,
         label: str,
         topology: Topology = SHAPE,
-        every: int = 3,  # a snapshot every second step
+        every: int = 3,  # a snapshot every second step; 0: no protection
         optimizer: Any = None,
         dtype: torch.dtype = torch.float32,
         **options: Any,
     ) -> None:
         self.label = label
         torch.manual_seed(7)
-        strategy = strategy_of(label, topology, protect=towpath.Protect(every))
+        strategy = strategy_of(label, topology, protect=towpath.Protect(every) if every else None)
         self.model: Any = towpath.shard(Model().to(dtype), strategy, units=[Layer], topology=topology, **options)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-5) if optimizer is None else optimizer(self.model)

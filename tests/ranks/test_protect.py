@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -316,7 +316,8 @@ def test_memory_that_is_full_raises_first_and_is_logged_later(world: Worlds, nod
     for text, step, log in world(4).run(_fill, nodes):
         assert "free of" in text and "docker run --shm-size" in text and "failed on rank 2" in text
         assert step == 4
-        assert log is None or ("NO SNAPSHOT WAS TAKEN" in log and "since step 4" in log), log
+        assert log is None or (log.count("NO SNAPSHOT WAS TAKEN") == log.count("docker run --shm-size") == 2), log
+        assert log is None or log.count("A lost node now costs the steps since step 4") == 2, log
 
 
 def _fill(nodes: Path) -> tuple[str, int, str | None]:
@@ -330,9 +331,14 @@ def _fill(nodes: Path) -> tuple[str, int, str | None]:
     saver.close()
     saver = checkpoint.Saver(root, job.state)
     job.train([3, 4], saver)
-    with full if rank() == 2 else nullcontext(), logged() as lines:
-        job.train([5, 6], saver)
-    found = step_of(memory_of(root).snapshots()[0])
+    free = iter([10_000, 0])  # when the files are written, and then the manifest
+    fills = patch.object(os, "statvfs", lambda _: SimpleNamespace(f_bavail=next(free), f_frsize=4096, f_blocks=20_000))
+    with logged() as lines:
+        with full if rank() == 2 else nullcontext():
+            job.train([5, 6], saver)
+        found = step_of(memory_of(root).snapshots()[0])
+        with fills if rank() == 2 else nullcontext():
+            job.train([6], saver)
     with logged() as later:
         job.train([7, 8], saver)
     dist.barrier()
@@ -503,6 +509,26 @@ def test_a_normal_end_removes_the_memory_and_a_failed_save_keeps_it(tmp_path: Pa
     assert not memory_of(root).path.exists()
 
 
+@on_ranks(4)
+def test_a_normal_end_removes_the_memory_also_if_no_snapshot_was_taken_since_the_loss(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver._release()  # this start ends in the midst
+    for every in (3, 0):
+        enter(copied(tmp_path / "nodes", f"nodes {every}"))
+        state = Job("paro-iig", every=every).state
+        assert checkpoint.load(root, state) is not None
+        with pytest.raises(ValueError, match="no normal end"), closing(checkpoint.Saver(root, state)):
+            raise ValueError("no normal end")
+        assert checkpoint.save(root, 2, state).ok  # nor the end of a training
+        assert memory_of(root).snapshots() != []
+        checkpoint.Saver(root, state).close()
+        dist.barrier()
+        assert not memory_of(root).path.exists()
+
+
 @pytest.mark.parametrize("sizes", [seldom((2, 2, 1)), seldom((1, 2, 2)), seldom((2, 1, 2))], ids=str)
 @pytest.mark.parametrize("label", ["zero3", "ddp", "mics"])
 def test_stages_and_split_layers_are_protected_too(
@@ -561,6 +587,22 @@ def test_a_saver_that_is_closed_after_an_error_waits_for_nobody(tmp_path: Path) 
                 saver.close()
     dist.barrier()
     assert memory_of(root).snapshots() != []
+
+
+@on_ranks(4)
+def test_another_job_in_the_memory_of_a_node_is_named_on_all_ranks(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    saver._release()  # as if it had a disk of its own
+    before = sorted((tmp_path / "nodes").rglob("*"))
+    with patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "job2"} if rank() >= 2 else {}):
+        for use in (partial(checkpoint.load, root), lambda state: checkpoint.Saver(root, state).protect(2)):
+            with pytest.raises(CheckpointError, match=r"failed on rank 2: .* in use by job none, .*TOWPATH_MEMORY"):
+                use(Job("paro-iig").state)
+    assert sorted((tmp_path / "nodes").rglob("*")) == before
+    saver.close()
 
 
 # --- loads in the midst of a training ---------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ def plan_of(name: str, topology: Topology, outer: Outer, **options: Any) -> Oute
         ({"every": 4, "islands": 0}, "islands"),
         ({"every": 4, "meet": "a"}, "meet"),
         ({"every": 4, "meet": "a:1,b:65536"}, "meet"),
+        ({"every": 4, "meet": "[::1]:29600"}, "a name or an IPv4 address"),
+        ({"every": 4, "meet": "a:1,2001:db8::1:29600"}, "a name or an IPv4 address"),
         ({"every": 4, "transport": Transport("flat", exact=True)}, "exact"),
         ({"every": 4, "transport": Transport("flat", "int8", until=5)}, "until"),
         ({"every": 4, "transport": Transport("flat", "low-rank:4")}, "low-rank"),

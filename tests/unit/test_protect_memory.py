@@ -145,6 +145,22 @@ def test_a_killed_rank_holds_nothing_and_its_snapshots_stay(rank: subprocess.Pop
     assert memory.remove_if_unheld() and list(memory.path.parent.iterdir()) == []
 
 
+def test_a_job_whose_ranks_are_alive_is_named_to_another_one(
+    rank: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of("/runs/a")
+    memory.hold()  # another rank of the same job, or one that a former start has left
+    memory.release()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job2")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"job none, whose ranks are alive.*since 20.* job2.*TOWPATH_MEMORY"):
+            memory.hold()
+    rank.kill()
+    rank.wait()
+    memory.hold()
+    memory.close()
+
+
 def test_a_normal_end_removes_the_folder_while_other_ranks_hold_it(rank: subprocess.Popen[str]) -> None:
     memory = memory_of("/runs/a")
     memory.hold()

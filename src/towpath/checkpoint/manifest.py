@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 
 from towpath.checkpoint import safe_files
-from towpath.checkpoint.safe_files import DamagedError, checksum, is_plain, opened, read_object, shown
+from towpath.checkpoint.safe_files import DamagedError, checksum, is_plain, opened, read_object, shown, writing
 from towpath.errors import CheckpointError
 from towpath.files import sync_folder
 
@@ -142,8 +142,8 @@ class Manifest:
 # --- reading and writing ----------------------------------------------------------------------------------------------
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into `folder`, and wait until it is on the disk."""
+def write_manifest(folder: Path, manifest: Manifest, check_room: Callable[[int], object] = lambda _: None) -> None:
+    """Write the manifest into `folder`, and wait until it is on the disk. `check_room` gets its bytes before."""
     content: dict[str, Any] = {
         **{name: getattr(manifest, name) for name in _CONTENT},
         "files": {n: [f.bytes, f.crc32] for n, f in manifest.files.items()},
@@ -159,7 +159,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             f"{path} would have {len(data):,} bytes, and at most {safe_files.MAX_JSON_BYTES:,} are read. Are there "
             "long lists in the state of an extra? Give them as tensors."
         )
-    with path.open("xb") as file:
+    check_room(len(data))
+    with writing(path), path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -10,6 +10,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from towpath.checkpoint.storage import WriteItems
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
+from towpath.protect.memory import memory_of
 from towpath.protect.snapshots import Snapshots
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks, described, together
@@ -279,6 +281,10 @@ class Saver:
         if self._snapshots is not None:
             self._snapshots.close(keep=self._has_failed)
             self._snapshots = None
+        elif self._exclusive and not self._has_failed and self.state.snapshot and sys.exc_info()[0] is None:
+            # It went on from a snapshot, and took none: one node is left, or no step was.
+            self._channel.control.each(lambda: None)  # no node removes what another one needs
+            memory_of(self.root).close()
         self._release()
         self._memory = StagingMemory()
         return outcome

@@ -48,7 +48,7 @@ from towpath.version import __version__
 
 _OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer(\.|$)")
 SAME = "Pass the same on every rank."
-_MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
+MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: A
         sizes = check_announced(ranks, RefusedError)
         with writing(root):
             lock.hold()
-            needed, free = sum(map(sum, sizes)) + _MARGIN_BYTES, free_bytes(root)
+            needed, free = sum(map(sum, sizes)) + MARGIN_BYTES, free_bytes(root)
             if needed > free:
                 raise CheckpointError(
                     f"{root}: {free:,} bytes are free, and a checkpoint of step {step} takes {needed:,}. Make room, or "

@@ -41,7 +41,7 @@ _LOCAL = "127."
 def parsed(address: str) -> tuple[str, int]:
     """Return the host and the port of an address."""
     host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 @final

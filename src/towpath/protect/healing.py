@@ -112,7 +112,7 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
 
     def publish() -> None:
         if is_new and ranks.leads:
-            write_manifest(here, manifest)
+            write_manifest(here, manifest, memory.check_room)
             memory.publish(found.step)
 
     control.each(lambda: move(moves, here, manifest.files, control.groups))

@@ -3,7 +3,7 @@
     $TOWPATH_MEMORY or /dev/shm
       towpath-<uid>                only this user may enter it
         <digest of the root>       one job on this node; the root is the folder of its checkpoints
-          alive                    each rank of the node holds a shared flock while it lives
+          alive                    names the job; each rank of the node holds a shared flock while it lives
           keeper                   the keeper holds an exclusive flock (keeper.py)
           step-000120              a published snapshot
           step-000130.partial      being written, or left by ranks that died
@@ -15,8 +15,8 @@
 
 The kernel releases a flock when its process ends, in whatever way. Who holds `alive` alone may remove the folder: it
 gets another name first, and a rank whose `alive` has gone meanwhile begins anew (`hold`). A job that uses the same root
-at the same time is refused by the lock in the folder of checkpoints. What its ranks may write here until then fails
-their own checks, or the checksums in a manifest. No torch.
+at the same time is refused: here if the launcher has given it another name, and otherwise by the lock in the folder of
+checkpoints. What its ranks may write until then fails their own checks, or the checksums in a manifest. No torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,30 @@ class NodeMemory:
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Create the folder if there is none, and hold it until this process ends, or until `release`."""
-        base = self.path.parent
+        """Create the folder if there is none, and hold it until this process ends, or until `release`.
+
+        Raises:
+            CheckpointError: The folder cannot be used, or another job's ranks are alive and hold it.
+        """
+        base, alive, job = self.path.parent, self.path / ALIVE, os.environ.get("TORCHELASTIC_RUN_ID", "none")
         try:
             base.mkdir(mode=0o700, exist_ok=True)
             _check_own(base)
             while self._alive is None:  # again if a keeper has removed the folder in between
                 self.path.mkdir(mode=0o700, exist_ok=True)
-                self._alive = lock(self.path / ALIVE, fcntl.LOCK_SH)
+                if (alone := lock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                    alive.write_text(job)
+                    os.close(alone)
+                self._alive = lock(alive, fcntl.LOCK_SH)
             os.utime(self.path)
+            if (holder := alive.read_text()) != job:
+                self.release()
+                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(alive.stat().st_mtime))
+                raise CheckpointError(
+                    f"{self.path} is in use by job {holder}, whose ranks are alive on this node (since {since}); this "
+                    f"is job {job}. Set {VARIABLE} to another folder on this node, or name another folder for the "
+                    "checkpoints (towpath train: log.folder). If those ranks are of this job, end them."
+                )
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be used for snapshots ({error.strerror}). Set {VARIABLE} to another folder."
@@ -137,7 +153,7 @@ class NodeMemory:
             self._alive = None
 
     def close(self) -> None:
-        """Remove the folder with all snapshots, after a normal end of the job. One rank of the node calls this."""
+        """Remove the folder with all snapshots, after a normal end of the job. Any rank of the node may call this."""
         self.release()
         self._take_away()
 

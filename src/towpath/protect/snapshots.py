@@ -63,13 +63,17 @@ class NodeRanks:
 
     def __init__(self, root: str | Path, groups: Groups) -> None:
         self.memory: NodeMemory = memory_of(root)
-        self.memory.hold()
-        self.memory.note("node", uuid.uuid4().hex)
-        names: list[str] = groups.all_gather_objects(self.memory.noted("node"))
+        names = AllRanks(groups, "looking into the memory of nodes", CheckpointError).gather(self._enter)
         order = list(dict.fromkeys(names))
         self.nodes = [order.index(name) for name in names]
         self.mine = [rank for rank, name in enumerate(names) if name == names[groups.rank]]
         self.leads = self.mine[0] == groups.rank
+
+    def _enter(self) -> str:
+        """Hold this node's memory, and return its name."""
+        self.memory.hold()
+        self.memory.note("node", uuid.uuid4().hex)
+        return self.memory.noted("node")
 
     def noticed(self) -> float | None:
         """Return when this node noticed that another one is lost, or None, and forget it."""
@@ -268,7 +272,8 @@ class Snapshots:
         copied = [rank for rank in range(len(nodes)) if buddy_of(rank, nodes) in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
-            self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied))
+            needed = sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied)
+            self._memory.check_room(needed + storage.MARGIN_BYTES)
         return self._memory.new_partial(step)
 
     def _is_turn(self, step: int, share: float) -> bool:
@@ -285,6 +290,6 @@ class Snapshots:
 
     def _publish(self, step: int, folder: Path, manifest: Manifest) -> None:
         if self._ranks.leads:
-            write_manifest(folder, manifest)
+            write_manifest(folder, manifest, self._memory.check_room)
             read_manifest(folder)  # it must be possible, and the boxes must be all of each tensor
             self._memory.publish(step)
