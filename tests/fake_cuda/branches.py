@@ -188,6 +188,7 @@ def branches() -> frozenset[Branch]:
 
 # For each function that has run in this process: the branches of its instructions, by offset, that have not run yet.
 _left: dict[int, dict[int, list[Branch]]] = {}
+_seen: list[CodeType] = []  # so that none is freed, whose id another one would get: code of modules runs once
 
 
 @contextmanager
@@ -217,6 +218,7 @@ def recording() -> Generator[set[Branch]]:
         left = _left.get(id(code))
         if left is None:
             left = _left[id(code)] = branches_of(code)
+            _seen.append(code)
         if not left:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
