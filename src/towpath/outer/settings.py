@@ -96,10 +96,7 @@ class Outer:
         addresses = self.meet.split(",") if isinstance(self.meet, str) and self.meet else []  # pyright: ignore
         found = [re.fullmatch(r"\s*[^\s,:]+:([1-9]\d{0,4})\s*", each) for each in addresses]
         if self.meet != "" and not (found and all(each and int(each[1]) < 1 << 16 for each in found)):
-            raise ConfigError(
-                "Outer: meet is HOST:PORT, or several of them with commas between, where HOST is a name or an IPv4 "
-                f"address; got {self.meet!r}."
-            )
+            raise ConfigError(f"Outer: meet is HOST:PORT,…, each HOST a name or an IPv4 address; got {self.meet!r}.")
         if self.meet and (self.nccl or (self.islands or 1) > 1):
             raise ConfigError(
                 f"Outer: islands={self.islands}, nccl={self.nccl} with meet={self.meet!r}: each job is one island, "

@@ -100,6 +100,14 @@ def lock(path: Path, how: int) -> int | None:
     return None
 
 
+def _take_away(folder: Path, ending: str) -> None:
+    """Remove a folder, if it is there. It gets an ending to its name first, so no process sees a part of it."""
+    gone = folder.with_name(folder.name + ending)
+    with suppress(FileNotFoundError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 class NodeMemory:
     """The folder of a job in the memory of this node.
 
@@ -135,11 +143,10 @@ class NodeMemory:
             os.utime(self.path)
             if (holder := alive.read_text()) != job:
                 self.release()
-                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(alive.stat().st_mtime))
                 raise CheckpointError(
-                    f"{self.path} is in use by job {holder}, whose ranks are alive on this node (since {since}); this "
-                    f"is job {job}. Set {VARIABLE} to another folder on this node, or name another folder for the "
-                    "checkpoints (towpath train: log.folder). If those ranks are of this job, end them."
+                    f"{self.path} is in use by job {holder}, whose ranks have been alive on this node since "
+                    f"{time.ctime(alive.stat().st_mtime)}; this is job {job}. Set {VARIABLE} to another folder on this "
+                    "node, or name another one for checkpoints (towpath train: log.folder). Or end those ranks."
                 )
         except OSError as error:
             raise CheckpointError(
@@ -155,18 +162,15 @@ class NodeMemory:
     def close(self) -> None:
         """Remove the folder with all snapshots, after a normal end of the job. Any rank of the node may call this."""
         self.release()
-        self._take_away()
+        _take_away(self.path, f".removed-{os.getpid()}")
 
     def remove_if_unheld(self) -> bool:
         """Remove the folder unless a rank holds it. Return whether it is gone."""
         alive = lock(self.path / ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if alive is None:
-            return not self.path.exists()
-        try:
-            self._take_away()
-        finally:
+        if alive is not None:
+            _take_away(self.path, f".removed-{os.getpid()}")
             os.close(alive)
-        return True
+        return not self.path.exists()
 
     def is_held(self) -> bool:
         """Return whether a rank of this node is alive."""
@@ -174,13 +178,6 @@ class NodeMemory:
         if alive is not None:
             os.close(alive)
         return alive is None and self.path.exists()
-
-    def _take_away(self) -> None:
-        """Remove the folder. It gets another name first, so no process sees a part of it."""
-        gone = self.path.with_name(f"{self.path.name}.removed-{os.getpid()}")
-        with suppress(FileNotFoundError):
-            self.path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
@@ -207,10 +204,7 @@ class NodeMemory:
 
     def remove(self, step: int) -> None:
         """Remove a published snapshot, if it is there. One rank of the node calls this."""
-        before = self.folder_of(step, ".replaced")  # nobody reads a part of it
-        with suppress(FileNotFoundError):
-            self.folder_of(step).rename(before)
-        shutil.rmtree(before, ignore_errors=True)
+        _take_away(self.folder_of(step), ".replaced")
 
     def sweep(self) -> None:
         """Remove what dead ranks left unfinished.

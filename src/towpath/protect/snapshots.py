@@ -268,12 +268,10 @@ class Snapshots:
 
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
         """Return the folder for this node's files, or raise if its memory has no room for them."""
-        nodes = self._ranks.nodes
-        copied = [rank for rank in range(len(nodes)) if buddy_of(rank, nodes) in self._ranks.mine]
+        copied = [own for rank, (own, _) in enumerate(sizes) if buddy_of(rank, self._ranks.nodes) in self._ranks.mine]
         if self._ranks.leads:
             self._memory.sweep()
-            needed = sum(sum(sizes[r]) for r in self._ranks.mine) + sum(sizes[r][0] for r in copied)
-            self._memory.check_room(needed + storage.MARGIN_BYTES)
+            self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(copied) + storage.MARGIN_BYTES)
         return self._memory.new_partial(step)
 
     def _is_turn(self, step: int, share: float) -> bool:
