@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from lab import Lab
 
 SCRIPT = """
@@ -15,10 +17,11 @@ try:
 except towpath.errors.ConfigError as error:
     assert "got 1 rank on node 0 and 3 ranks on node 1" in str(error), error
 towpath.shard(model, "zero3")(torch.ones(2, 8)).sum().backward()
-print("of", os.environ["LOCAL_WORLD_SIZE"], "in", towpath.Topology.detect(), flush=True)
+print(f"of {os.environ['LOCAL_WORLD_SIZE']} in {towpath.Topology.detect()}\\n", end="")  # in one piece
 """
 
 
+@pytest.mark.parity
 def test_torchrun_starts_unequal_nodes_and_flat_strategies_train(lab: Callable[..., Lab]) -> None:
     done = lab(2, (1, 3)).run(["-c", SCRIPT], capture=True, timeout_seconds=300)
     assert done.returncode == 0, done.output

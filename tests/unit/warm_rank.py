@@ -31,6 +31,8 @@ def act() -> None:
         case "raise":
             raise ValueError(sys.argv[3])
         case "die":
+            if sys.argv[3] != str(int(signal.SIGKILL)):
+                signal.signal(int(sys.argv[3]), signal.SIG_DFL)  # a shell's background jobs ignore SIGINT
             os.kill(os.getpid(), int(sys.argv[3]))
         case "wait":
             _wait()
