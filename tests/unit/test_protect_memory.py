@@ -152,12 +152,33 @@ def test_a_job_whose_ranks_are_alive_is_named_to_another_one(
     memory.hold()  # another rank of the same job, or one that a former start has left
     memory.release()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job2")
+    monkeypatch.setattr("towpath.protect.memory._HELD_SECONDS", 0.0)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"by job none, whose ranks .* since .* job2\. Set TOWPATH_MEMORY"):
             memory.hold()
     rank.kill()
     rank.wait()
     memory.hold()
+    memory.close()
+
+
+def test_a_keeper_that_looks_is_no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    from towpath.protect import memory as module
+
+    memory, original, looks = memory_of("/runs/a"), module.lock, iter((True,))
+    memory.hold()
+    memory.release()
+
+    def lock(path: Path, how: int) -> int | None:
+        is_held = bool(how & fcntl.LOCK_EX) and next(looks, False)
+        return None if is_held else original(path, how)
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job2")
+    monkeypatch.setattr(module, "lock", lock)
+    memory.hold()
+    assert (memory.path / "alive").read_text() == "job2"
     memory.close()
 
 

@@ -8,7 +8,7 @@
       values             name → everything that is not a tensor (`encode_value`)
 
 The files are safetensors files. Each rank writes the states of the optimizer into one and everything else into another,
-so that nobody computes the checksums of states to load weights. A box is called `name@offsets` in its file.
+so that loading weights computes no checksums of states. A box is called `name@offsets` in its file.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         if not _hold_each_element_once(tensor.shape, tuple((box.offsets, box.sizes) for box in tensor.boxes)):
             where = f"tensors[{shown(name)}]"
             raise ValueError(f"the boxes of {where} do not hold each element of {list(tensor.shape)} once.")
-    if over := [name for name, left in room.items() if left < 0]:  # so nobody allocates more than the files have
+    if over := [name for name, left in room.items() if left < 0]:  # so no rank allocates more than the files have
         raise ValueError(f"tensors of {over[0]} are larger than the file.")
     for name, value in content["values"].items():
         prefix, plain = cast(re.Match[str], _PART.fullmatch(name)).groups()

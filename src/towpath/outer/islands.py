@@ -3,11 +3,11 @@
 The islands of `Outer(meet=…)` are jobs of their own. Rank 0 of each has a seat at the meeting point (`meeting.py`),
 where one island holds the register (`register.py`). An exchange takes four messages and one sum:
 
-    READY      with the steps since the last result, or the tokens if the strategy has shares, as the weight; and the
-               digest of the slow weights
+    READY      with the digest of the slow weights, and the weight: the steps since the last result, or with shares
+               the tokens
     GO         who takes part, each with its weight
     the sum    over gloo, from host memory, between the ranks of equal number in all islands. Groups are formed anew
-               after somebody came or left, or an exchange failed. No process group of an island is touched.
+               after an island came or left, or an exchange failed. No process group of an island is touched.
     VOTE       with the digest of the sum, or why there is none
     OUTCOME    applied, if all that are left have the same sum. Otherwise all of them drop it. At the end of a period,
                it has the numbers of the next data that this island reads

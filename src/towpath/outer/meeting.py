@@ -345,7 +345,7 @@ class Seat:
     # Asking -----------------------------------------------------------------------------------------------------------
 
     def ask(self, message: Message) -> Message:
-        """Send READY or VOTE, and return the answer of the holder, whoever that is by then.
+        """Send READY or VOTE, and return the answer of the island that holds the register by then.
 
         An answer with the port of a store has the host of it, too, as this island reaches it.
         """

@@ -39,6 +39,8 @@ VARIABLE = "TOWPATH_MEMORY"
 ALIVE, KEEPER = "alive", "keeper"
 
 _DEFAULT = "/dev/shm"
+# So long may `alive` be held by a keeper that looks whether ranks live, or by ranks of an earlier start that still end.
+_HELD_SECONDS, _LOOK_SECONDS = 1.0, 0.05
 _SNAPSHOT = re.compile(r"step-([0-9]+)")
 _UNFINISHED = re.compile(r"step-[0-9]+\.(partial|replaced)|\w+\.json\.[0-9]+")
 
@@ -134,24 +136,32 @@ class NodeMemory:
         try:
             base.mkdir(mode=0o700, exist_ok=True)
             _check_own(base)
-            while self._alive is None:  # again if a keeper has removed the folder in between
-                self.path.mkdir(mode=0o700, exist_ok=True)
-                if (alone := lock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
-                    alive.write_text(job)
-                    os.close(alone)
-                self._alive = lock(alive, fcntl.LOCK_SH)
-            os.utime(self.path)
-            if (holder := alive.read_text()) != job:
+            until = time.monotonic() + _HELD_SECONDS
+            while (holder := self._enter(alive, job)) != job:
                 self.release()
-                raise CheckpointError(
-                    f"{self.path} is in use by job {holder}, whose ranks have been alive on this node since "
-                    f"{time.ctime(alive.stat().st_mtime)}; this is job {job}. Set {VARIABLE} to another folder on this "
-                    "node, or name another one for checkpoints (towpath train: log.folder). Or end those ranks."
-                )
+                if time.monotonic() > until:
+                    raise CheckpointError(
+                        f"{self.path} is in use by job {holder}, whose ranks have been alive on this node since "
+                        f"{time.ctime(alive.stat().st_mtime)}; this is job {job}. Set {VARIABLE} to another folder on "
+                        "this node, or name another one for checkpoints (towpath train: log.folder). Or end those "
+                        "ranks."
+                    )
+                time.sleep(_LOOK_SECONDS)
+            os.utime(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} cannot be used for snapshots ({error.strerror}). Set {VARIABLE} to another folder."
             ) from error
+
+    def _enter(self, alive: Path, job: str) -> str:
+        """Hold the folder, and return the job that it belongs to: this one, if no rank was alive."""
+        while self._alive is None:  # again if a keeper has removed the folder in between
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            if (alone := lock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+                alive.write_text(job)
+                os.close(alone)
+            self._alive = lock(alive, fcntl.LOCK_SH)
+        return alive.read_text()
 
     def release(self) -> None:
         """Let go of the folder, which stays for the lease of its keeper."""

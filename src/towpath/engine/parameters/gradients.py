@@ -82,8 +82,8 @@ class BucketGradients(ABC):
 
     The executor calls them in this order:
 
-    begin → arrive, once for each parameter → store → fill_missing → divide → accumulate (each micro-step)
-    grad_sync → set_grads (boundary)
+        begin → arrive, once for each parameter → store → fill_missing → divide → accumulate (each micro-step)
+        grad_sync → set_grads (boundary)
 
     Gradients are held as autograd made them until `store`, which takes all of a unit's at once: on a GPU a launch takes
     longer than the copy of a small gradient.
