@@ -13,7 +13,7 @@ from towpath.checkpoint.manifest import StoredBox, StoredFile, StoredTensor
 from towpath.checkpoint.storage import Written
 from towpath.codecs import exact
 from towpath.protect import buddies
-from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, is_due, plan_files
+from towpath.protect.buddies import BuddyExchange, NodeLinks, SentFile, buddy_of, plan_files
 
 # --- who, and which files ---------------------------------------------------------------------------------------------
 
@@ -71,20 +71,16 @@ def test_a_file_is_encoded_as_the_dtype_of_most_elements(tensors: Any, dtype: st
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 10, 100])
-def test_everything_is_due_before_the_last_step_and_nothing_in_the_first(every: int) -> None:
-    assert not is_due(0.0, 0, every)
-    if every > 1:
-        assert is_due(0.999, every - 1, every)
-    shares = [sum(is_due(percent / 100, steps, every) for percent in range(100)) for steps in range(every)]
-    assert shares == sorted(shares)  # more is due after each step
-    if every == 10:
-        assert shares[:5] == [0, 13, 25, 38, 50]
+def test_links_are_used_if_any_rank_of_the_node_uses_them(tmp_path: Path) -> None:
+    first, second = (NodeLinks(tmp_path / "links", place, 2) for place in range(2))
+    assert not first.are_used(False) and second.are_used(True) and first.are_used(False)
+    assert not NodeLinks(tmp_path / "links", 1, 2).are_used(False)  # the second one has died
+    assert not first.are_used(False)
 
 
 def chunks(rate: float, latency: float, count: int = 60) -> int:
     """Return the size of a chunk after many, on a link of so many bytes a second."""
-    exchange = BuddyExchange(cast(Any, None), Path(), None, lambda share: True)
+    exchange = BuddyExchange(cast(Any, None), Path(), None, lambda: True)
     for _ in range(count):
         exchange._adapt(latency + exchange._chunk_bytes / rate)
     assert exchange._chunk_bytes % 8 == 0

@@ -125,7 +125,7 @@ class Protect:
     @property
     def delay(self) -> int:
         """The number of steps after which a snapshot must be complete. Training waits for it then."""
-        return min(self.every - 1, max(1, self.every // 5))
+        return min(self.every - 1, max(1, 3 * self.every // 10))
 
     @property
     def interval(self) -> int:

@@ -370,7 +370,9 @@ class Solver:
         found, nodes, rate = self.protection(step.strategy), step.strategy.job.nodes, self._hardware.inter.rate
         sending = found.step_bytes / rate
         idle = max(0.0, step.seconds - step.expected_inter_bytes / nodes / rate)
-        late, most = max(0.0, sending - idle), round(nodes * found.buddy_bytes / found.protect.interval)
+        protect = found.protect
+        late = max(0.0, sending - idle * protect.delay / protect.interval)
+        most = round(nodes * found.buddy_bytes / protect.interval)
         return replace(
             step,
             seconds=step.seconds + late,

@@ -4,9 +4,9 @@ A file of a snapshot is sent in chunks. A chunk is one exact message (`codecs/ex
 snapshot to those of this one. Its checksum and the digest of the old bytes are checked before a byte of the copy
 changes, so neither a damaged message nor a stale copy goes unnoticed.
 
-Training goes first. A chunk is sent while no transfer of the model between nodes is under way. If the links are never
-idle, the chunks are spread over the steps until the next snapshot. The receiver confirms each chunk, so that no more
-than one is in the buffers of the network when training sends again.
+Training goes first. A chunk is sent while no rank of the node has a transfer of the model between nodes under way. What
+is left when training waits for the snapshot is sent then. The receiver confirms each chunk, so that no more than one is
+in the buffers of the network when training sends again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from towpath.topology.groups import Groups
 # most.
 _CHUNK_SECONDS = 0.02
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
-_PAUSE_SECONDS = 0.005
+_PAUSE_SECONDS = 0.002
 # Differences take several times as long to encode as values, and where a step changes most bits they are no shorter. So
 # both are tried with every so many chunks of a file, and the others are encoded as the shorter one.
 _TRIED_EVERY = 8
@@ -74,12 +74,23 @@ def buddy_of(rank: int, nodes: Sequence[int]) -> int | None:
     return ranks[place % len(ranks)]
 
 
-def is_due(share: float, steps: int, delay: int) -> bool:
-    """Return whether a chunk must be sent although links are busy. `share` of the bytes were sent so far.
+@final
+class NodeLinks:
+    """Whether training uses the links of this node, which all its ranks share: a byte of each rank in a file."""
 
-    `steps` of the `delay` steps are done after which training waits. All chunks are due before the last of them.
-    """
-    return share * max(delay - 2, 1) < steps
+    def __init__(self, path: Path, place: int, ranks: int) -> None:
+        self._place, self._ranks = place, ranks
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.are_used(False)  # a rank that has died may have left another byte
+
+    def are_used(self, by_me: bool) -> bool:
+        """Tell the other ranks whether this one uses them, and return whether any does."""
+        os.pwrite(self._file, bytes([by_me]), self._place)
+        return any(os.pread(self._file, self._ranks, 0))
+
+    def close(self) -> None:
+        """Close the file. It goes with the folder."""
+        os.close(self._file)
 
 
 def plan_files(
@@ -115,10 +126,10 @@ class BuddyExchange:
         groups: All ranks. No one else may use them meanwhile.
         folder: The snapshot that is being written on this node.
         base: The last snapshot on this node, or None.
-        is_turn: Returns whether to send now, given the share of the bytes that were sent.
+        is_turn: Returns whether to send the next chunk now.
     """
 
-    def __init__(self, groups: Groups, folder: Path, base: Path | None, is_turn: Callable[[float], bool]) -> None:
+    def __init__(self, groups: Groups, folder: Path, base: Path | None, is_turn: Callable[[], bool]) -> None:
         self._groups, self._folder, self._base, self._is_turn = groups, folder, base, is_turn
         self._chunk_bytes = _LEAST_BYTES
         self._fastest = math.inf  # the seconds of the fastest chunk, which are mostly latency on fast links
@@ -161,21 +172,21 @@ class BuddyExchange:
         return sent
 
     def _send(self, files: Sequence[SentFile], to: int | None) -> int:
-        total, done, sent = sum(file.bytes for file in files), 0, 0
+        sent = 0
         memory, confirmed = (_message_memory(), _message_memory()), torch.empty(1, dtype=torch.uint8)
         for file in files:
             new, tail = _words(self._folder / file.name, file)
             old = _words(cast(Path, self._base) / file.name, file)[0] if file.difference else None
             start, number, before = 0, 0, old
             while start < len(new):
-                while not self._is_turn((done + start * new.itemsize) / total):
-                    time.sleep(_PAUSE_SECONDS)
                 end = min(start + self._chunk_bytes // new.itemsize, len(new))
                 if old is not None and number % _TRIED_EVERY == 0:
                     encoded = _shorter(old[start:end], new[start:end], *memory)
                     before = old if exact.is_difference(encoded) else None
                 else:
                     encoded = _encoded(None if before is None else before[start:end], new[start:end], memory[0])
+                while not self._is_turn():
+                    time.sleep(_PAUSE_SECONDS)
                 began = time.perf_counter()
                 dist.send(encoded, group=self._groups.parent, group_dst=to, tag=_CHUNK)
                 dist.recv(confirmed, group=self._groups.parent, group_src=to, tag=_CONFIRMED)
@@ -185,7 +196,6 @@ class BuddyExchange:
                 start, number, sent = end, number + 1, sent + len(encoded)
             if len(tail):
                 dist.send(tail, group=self._groups.parent, group_dst=to, tag=_CHUNK)
-            done += file.bytes
         return sent
 
     def _adapt(self, seconds: float) -> None:

@@ -4,6 +4,7 @@
       towpath-<uid>                only this user may enter it
         <digest of the root>       one job on this node; the root is the folder of its checkpoints
           alive                    names the job; each rank of the node holds a shared flock while it lives
+          links                    which ranks use the links of the node
           keeper                   the keeper holds an exclusive flock (keeper.py)
           step-000120              a published snapshot
           step-000130.partial      being written, or left by ranks that died

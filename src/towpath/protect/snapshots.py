@@ -36,7 +36,7 @@ from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.protect import timeline
-from towpath.protect.buddies import BuddyExchange, SentFile, buddy_of, is_due, plan_files
+from towpath.protect.buddies import BuddyExchange, NodeLinks, SentFile, buddy_of, plan_files
 from towpath.protect.keeper import start_keeper
 from towpath.protect.memory import NodeMemory, memory_of
 from towpath.topology.groups import Groups
@@ -103,7 +103,8 @@ class Snapshots:
         self._everyone = state.local.everyone
         self._engines = [*state.local.engines.values()]
         self._ranks = NodeRanks(root, self._everyone)
-        self._memory = self._ranks.memory
+        self._memory, mine = self._ranks.memory, self._ranks.mine
+        self._links = NodeLinks(self._memory.path / "links", mine.index(self._everyone.rank), len(mine))
         self._staging = StagingMemory()
         self._control = self._new_channel()
         # The step of the snapshot that all nodes hold.
@@ -113,7 +114,8 @@ class Snapshots:
         self._snapshot: Snapshot | None = None
         self._failure: TowpathError | None = None  # of the last snapshot, the same on all ranks
         self._awaited = threading.Event()  # whether training waits for the snapshot
-        self._step = self._began = 0
+        self._told_waited = False
+        self._began = 0
         self.sent_bytes = 0  # so far, to the buddy
         self._heals = self._lacks_copies = state.snapshot is not None  # a new node keeps no copies for its buddy yet
         state.add_saver(self)
@@ -153,7 +155,6 @@ class Snapshots:
         Raises:
             CheckpointError: Replicas have diverged, or the first snapshot could not be taken. Every rank raises it.
         """
-        self._step = step
         if self._heals and step != self._base:
             self._heals = False
             timeline.mark("stepped")
@@ -202,6 +203,7 @@ class Snapshots:
             self._control.each(lambda: None)  # no node removes what another one needs
             if self._ranks.leads and not keep:
                 self._memory.close()
+        self._links.close()
         self._memory.release()
         for engine in self._engines:
             engine.has_snapshots = False
@@ -259,8 +261,9 @@ class Snapshots:
             return manifest, plan_files(written, [held for _, held in ranks], self._ranks.nodes)
 
         manifest, sent = control.combine(write, plan)
-        exchange = BuddyExchange(control.groups, folder, before, partial(self._is_turn, step))
+        exchange = BuddyExchange(control.groups, folder, before, self._is_turn)
         self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.nodes))
+        self._links.are_used(False)
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
@@ -274,11 +277,10 @@ class Snapshots:
             self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(copied) + storage.MARGIN_BYTES)
         return self._memory.new_partial(step)
 
-    def _is_turn(self, step: int, share: float) -> bool:
-        """Return whether the buddy's next chunk is sent now. `share` of the bytes were."""
-        if self._awaited.is_set() or is_due(share, self._step - step, self._protect.delay):
-            return True
-        return not any(engine.comm.watchdog.status.uses_links for engine in self._engines)
+    def _is_turn(self) -> bool:
+        """Return whether the buddy's next chunk is sent now."""
+        mine = any(engine.comm.watchdog.status.uses_links for engine in self._engines)
+        return not self._links.are_used(mine) or self._awaited.is_set()
 
     def _check_copies(self, folder: Path, manifest: Manifest, sent: Sequence[Sequence[SentFile]]) -> None:
         for rank, files in enumerate(sent):
