@@ -169,15 +169,15 @@ def memory_in(nodes: Path, node: int, root: Path) -> NodeMemory:
 
 
 @contextmanager
-def logged(of: str = "protect") -> Generator[list[str]]:
-    """What a logger of Towpath logs as an error."""
+def logged(of: str = "protect", level: int = logging.ERROR) -> Generator[list[str]]:
+    """What a logger of Towpath logs from a level on."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
 
-    log, handler = logging.getLogger(f"towpath.{of}"), Keep(logging.ERROR)
+    log, handler = logging.getLogger(f"towpath.{of}"), Keep(level)
     log.addHandler(handler)
     try:
         yield lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from contextlib import closing, nullcontext
@@ -263,6 +264,21 @@ def test_a_snapshot_of_another_model_is_named_with_its_place(tmp_path: Path) -> 
         checkpoint.load(root, other.state)
 
 
+@on_ranks(4)
+def test_a_new_node_without_room_is_named_with_the_remedy(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    job.train([1, 2], checkpoint.Saver(root, job.state))
+    lose(tmp_path / "nodes", 1)
+    enter(tmp_path / "nodes")
+    full = patch.object(os, "statvfs", lambda _: SimpleNamespace(f_bavail=10, f_frsize=4096, f_blocks=20))
+    with (
+        full if rank() > 1 else nullcontext(),
+        pytest.raises(CheckpointError, match=r"rank 2.* free of .*a snapshot on this node needs .*--shm-size"),
+    ):
+        checkpoint.load(root, Job("paro-iig").state)
+
+
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
@@ -437,10 +453,22 @@ def _die_in_a_snapshot(nodes: Path) -> None:
     saver.protect(4)
     with pytest.raises(TowpathError, match=r"lost|onnection"):  # not after the timeout of the group
         job.train([6], saver)
-    with pytest.raises(TowpathError):
+    left = rf"rank {rank()} has lost a rank while the snapshot of step 4 .* This node holds the snapshot of step 2"
+    with pytest.raises(TowpathError, match=left):
         saver.close()
     assert memory_of(nodes.with_name("root")).snapshots()
     (nodes / f"seen-{rank()}").touch()
+
+
+@on_ranks(4)
+def test_a_long_wait_for_a_snapshot_is_told_once(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job = Job("paro-iig")
+    saver = checkpoint.Saver(tmp_path / "root", job.state)
+    with patch.object(snapshots, "_LONG_WAIT_SECONDS", 0.0), logged(level=logging.WARNING) as lines:
+        job.train([1, 2, 3, 4], saver)
+    told = [line for line in lines if "training waited" in line]
+    assert len(told) == (rank() == 0) and all("snapshot of step 2. protect=6 " in line for line in told), told
 
 
 # --- savers -----------------------------------------------------------------------------------------------------------

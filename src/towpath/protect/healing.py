@@ -92,7 +92,7 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
 
     Raises:
         DamagedError: Files of it are on no node, or only damaged.
-        CheckpointError: It is of another model.
+        CheckpointError: It is of another model, or a node has no room for the files that it lacks.
     """
     me, memory = control.groups.rank, ranks.memory
     folder = memory.folder_of(found.step)
@@ -108,13 +108,17 @@ def restore(found: Found, state: State, ranks: NodeRanks, control: AllRanks) -> 
 
     # A node that has no part of the snapshot gets it under another name first, so that it is whole when it has its own.
     is_new = control.each(lambda: digest_of(folder) != found.digest)
-    here = control.each(lambda: memory.new_partial(found.step) if is_new else folder)
+
+    def place() -> Path:
+        memory.check_room(sum(manifest.files[each.name].bytes for each in moves if each.receiver in ranks.mine))
+        return memory.new_partial(found.step) if is_new else folder
 
     def publish() -> None:
         if is_new and ranks.leads:
             write_manifest(here, manifest, memory.check_room)
             memory.publish(found.step)
 
+    here = control.each(place)
     control.each(lambda: move(moves, here, manifest.files, control.groups))
     control.each(publish)
     control.each(lambda: reading.fill(folder))

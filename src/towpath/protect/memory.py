@@ -235,7 +235,7 @@ class NodeMemory:
             from towpath.progress import format_bytes as text  # with rich, which a keeper does not need
 
             raise CheckpointError(
-                f"{self.path.parent.parent} has {text(free)} free of {text(total)}; the next snapshot of this node "
+                f"{self.path.parent.parent} has {text(free)} free of {text(total)}; a snapshot on this node "
                 f"needs {text(needed_bytes)}. Give the container more shared memory (docker run --shm-size=…, or a "
                 f"Kubernetes emptyDir with medium: Memory at {_DEFAULT}), or set {VARIABLE} to a folder on a disk of "
                 "this node."

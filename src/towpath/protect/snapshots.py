@@ -44,6 +44,7 @@ from towpath.topology.together import AllRanks, described
 
 _LOG = logger("protect")
 NOTICED = "noticed"  # the note with the time of a loss
+_LONG_WAIT_SECONDS = 1.0
 
 
 class _LostError(CheckpointError):
@@ -176,7 +177,9 @@ class Snapshots:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._awaited.set()
+            began = time.monotonic()
             thread.join()
+            self._tell_waited(time.monotonic() - began)
         failure = self._failure
         self._failure = failure if isinstance(failure, _LostError) else None
         if failure is None:
@@ -186,6 +189,17 @@ class Snapshots:
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
         self._control, self._sends_all = self._new_channel(), True
+
+    def _tell_waited(self, seconds: float) -> None:
+        """Say once that training has waited for a snapshot, if this took long."""
+        if seconds > _LONG_WAIT_SECONDS and not self._told_waited and self._everyone.rank == 0:
+            self._told_waited = True
+            _LOG.warning(
+                "training waited %.1f s for the snapshot of step %d. protect=%d takes them less often, and sends less.",
+                seconds,
+                self._began,
+                2 * self._protect.every,
+            )
 
     def settle(self) -> None:
         """Return when everything has been copied, so that it may be changed."""
@@ -234,7 +248,11 @@ class Snapshots:
         except TowpathError as error:  # the same on every rank
             self._failure = error
         except Exception as error:  # a rank is lost, which training notices, too
-            self._failure = _LostError(f"taking a snapshot failed: {described(error)}")
+            base = "no snapshot" if self._base is None else f"the snapshot of step {self._base}"
+            self._failure = _LostError(
+                f"rank {self._everyone.rank} has lost a rank while the snapshot of step {step} was taken: "
+                f"{described(error)} Start all ranks again. This node holds {base}."
+            )
             # Others may wait for this rank. What still refers to the group would keep it connected.
             group, self._control.groups.parent = self._control.groups.parent, None
             if group is not None and group is not self._everyone.parent:
