@@ -81,9 +81,10 @@ def _pipeline(
     batch: int = BATCH,
     dtype: torch.dtype = torch.float64,
     stage: type[nn.Module] = Stage,
+    mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Any:
-    mesh = init_device_mesh("cpu", (ranks, copies), mesh_dim_names=("pp", "dp"))
+    mesh = mesh or init_device_mesh("cpu", (ranks, copies), mesh_dim_names=("pp", "dp"))
     count = ranks if schedule in SINGLE else 2 * ranks
     made = [partial(stage, seed, dtype) for seed in range(count)]
     example = torch.empty(batch, WIDTH, dtype=dtype)
@@ -484,6 +485,22 @@ def _executed(strategy: str, schedule: str) -> None:
     for index, module in pipeline.modules.items():
         planned, found = pipeline.stage_schedule(index).transfers, towpath.stats(module).last_step
         assert by_queue(found) == by_queue(planned), index
+
+
+def test_one_of_two_pipelines_of_a_job_asks_no_rank_of_the_other(world: Worlds) -> None:
+    whole, parts = world(2).run(_planned, None)[0], world(4).run(_planned, ("job", "pp", "dp"))
+    assert parts[2:] == [whole, whole] and parts[:2] == [None, None]
+
+
+def _planned(names: tuple[str, ...] | None) -> str | None:
+    mesh = None if names is None else init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names)["pp", "dp"]
+    pipeline = _pipeline(2, 1, "1F1B", "ddp", 4, mesh=mesh)
+    x, y = _batch(0, 0, 4)
+    pipeline.step(x, target=y)
+    if mesh is not None and dist.get_rank() < 2:
+        return None
+    assert pipeline.stats().transfers
+    return repr(pipeline.schedule())
 
 
 def test_a_norm_of_one_stage_is_not_taken_for_the_models(world: Worlds) -> None:

@@ -149,8 +149,8 @@ class Pipeline(Observable):
         self._ranks.connect()  # the first messages are between two stages only
         ranks, count = self._ranks.world, len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        if mesh.size() == dist.get_world_size():  # ranks outside of the mesh would not come
-            Topology.detect().check_equal("a pipeline")
+        self._topology = Topology(*detect_shape(self._everyone))
+        self._topology.check_equal("a pipeline")
         with together(self._everyone, "Pipeline()", _SAME) as given:
             precision = Precision.of(precision)
             self._compression = compression if isinstance(compression, Compression) else compression_preset(compression)
@@ -453,12 +453,12 @@ class Pipeline(Observable):
         Transfers of tensor-parallel layers are DTensor's, and are left out. Gathers of the shares of messages are not.
 
         Args:
-            topology: The nodes and their ranks; detected by default.
+            topology: The nodes of the pipeline's ranks; detected by default. They are numbered from 0, also if the job
+                has more.
             step: The optimizer step, counted from 0, for transports with `after=` or `until=`. By default, all codecs
                 are used.
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
-        topology = topology or Topology.detect()
         members = tuple(self._everyone.groups["dp"].members)
         mine = {
             index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), self._sent[index + 1])]
@@ -468,12 +468,17 @@ class Pipeline(Observable):
             walks = accumulated + 1
             mine[len(self.owners)] = self._tied.schedules(walks * self.micro_batches, self._passes(0, accumulated))
         stages = {index: parts for each in self._ranks.all_gather_objects(mine) for index, parts in each.items()}
-        pipeline = [part for index in sorted(stages) for part in stages[index]]
+        numbers = {rank: number for number, rank in enumerate(self._everyone.members)}
+        pipeline = [
+            replace(part, ranks=tuple(numbers[rank] for rank in part.ranks))
+            for index in sorted(stages)
+            for part in stages[index]
+        ]
         pipelines = [pipeline]
         if "tp" in self._everyone.groups:
             pipelines = self._everyone.groups["tp"].all_gather_objects(pipeline)
         compression = self._compression if step is None else self._compression.at(step)
-        return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
+        return job_schedule(topology or self._topology, pipelines, self.order, compression, accumulated + 1)
 
     def stage_schedule(self, index: int, step: int | None = None, accumulated: int = 0) -> Schedule:
         """Return the transfers of one of this rank's stages among its own ranks.

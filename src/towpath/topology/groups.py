@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, count, groupby
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -362,7 +362,25 @@ def rendezvous_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
-def detect_shape(groups: Groups | None = None) -> tuple[int, tuple[int, ...], int | None]:
+class Ranks(Protocol):
+    """Ranks that can compare what each of them knows."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_gather_objects(self, value: Any, /) -> list[Any]:
+        """Return the value of every rank."""
+        ...
+
+
+def detect_shape(groups: Ranks | None = None) -> tuple[int, tuple[int, ...], int | None]:
     """Return the number of nodes, the ranks of each, and the nodes in each rack, which are the fields of `Topology`.
 
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
@@ -433,9 +451,9 @@ def _checked_racks(racks: Sequence[RackName]) -> list[str]:
     return names
 
 
-def _nodes_per_rack(racks: Sequence[RackName], groups: Groups) -> int | None:
+def _nodes_per_rack(racks: Sequence[RackName], groups: Ranks) -> int | None:
     """Return how many nodes each rack has, from the rack of each node. Return None if they have no common number."""
-    whole = groups.world == (dist.get_world_size() if groups.parent is not None else 1)
+    whole = groups.world == 1 or groups.world == dist.get_world_size()
     names = _checked_racks(racks) if whole else [name for name, _ in racks]
     sizes = Counter(names)
     nodes = len(names) // len(sizes)
