@@ -150,8 +150,8 @@ def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
 class StageSchedule:
     """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
 
-    `ranks` are numbered as in the topology, in the order of the stage's data-parallel group. `outputs` are the tensors that
-    the stage sends to the next one. The last stage has none.
+    `ranks` are numbered as in the topology, in the order of the stage's data-parallel group. `outputs` are the tensors
+    that the stage sends to the next one. The last stage has none.
     """
 
     ranks: tuple[int, ...]

@@ -179,7 +179,11 @@ class Snapshots:
             self._awaited.set()
             began = time.monotonic()
             thread.join()
-            self._tell_waited(time.monotonic() - began)
+            waited = time.monotonic() - began
+            if waited > _LONG_WAIT_SECONDS and not self._told_waited and self._everyone.rank == 0:
+                self._told_waited = True
+                text = "training waited %.1f s for the snapshot of step %d. protect=%d takes and sends them less often."
+                _LOG.warning(text, waited, self._began, 2 * self._protect.every)
         failure = self._failure
         self._failure = failure if isinstance(failure, _LostError) else None
         if failure is None:
@@ -189,17 +193,6 @@ class Snapshots:
         if self._everyone.rank == 0:
             _LOG.error("NO SNAPSHOT WAS TAKEN: %s A lost node now costs the steps since step %d.", failure, self._base)
         self._control, self._sends_all = self._new_channel(), True
-
-    def _tell_waited(self, seconds: float) -> None:
-        """Say once that training has waited for a snapshot, if this took long."""
-        if seconds > _LONG_WAIT_SECONDS and not self._told_waited and self._everyone.rank == 0:
-            self._told_waited = True
-            _LOG.warning(
-                "training waited %.1f s for the snapshot of step %d. protect=%d takes them less often, and sends less.",
-                seconds,
-                self._began,
-                2 * self._protect.every,
-            )
 
     def settle(self) -> None:
         """Return when everything has been copied, so that it may be changed."""
@@ -249,10 +242,8 @@ class Snapshots:
             self._failure = error
         except Exception as error:  # a rank is lost, which training notices, too
             base = "no snapshot" if self._base is None else f"the snapshot of step {self._base}"
-            self._failure = _LostError(
-                f"rank {self._everyone.rank} has lost a rank while the snapshot of step {step} was taken: "
-                f"{described(error)} Start all ranks again. This node holds {base}."
-            )
+            lost = f"rank {self._everyone.rank} has lost a rank while the snapshot of step {step} was taken"
+            self._failure = _LostError(f"{lost}: {described(error)} Start all ranks again. This node holds {base}.")
             # Others may wait for this rank. What still refers to the group would keep it connected.
             group, self._control.groups.parent = self._control.groups.parent, None
             if group is not None and group is not self._everyone.parent:
