@@ -201,6 +201,10 @@ class IslandsRun:
         at = (self.together() or 0.0) + number * period
         self._await(job, "it was time for a kill", lambda: time.time() > at)
         part, before = self.folder / "orders" / "part", len(self.lives(node))
+        done = max((life.steps[-1] for life in self.lives() if life.steps), default=0)
+        if self.case.ends is None and (self.steps - done) * STEP_SECONDS < RETURN_SECONDS:
+            say(f"kill {number:2}: left out, because node {node} could not return before the end")  # starts took long
+            return
         part.write_text(json.dumps({"phase": phase, "seconds": seconds}))
         part.rename(self.folder / "orders" / f"node{node}.json")
         self._await(job, f"node {node} was killed", lambda: self.lives(node)[before - 1].was_killed)
