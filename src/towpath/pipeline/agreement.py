@@ -236,7 +236,6 @@ class MeshRanks:
         names = sorted(mesh.mesh_dim_names or (), key=lambda name: name != "pp")
         self.groups = {name: Groups(mesh[name].get_group()) for name in names}  # by the dimension of the mesh
         self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
-        self.rank, self.world = self.members.index(dist.get_rank()), len(self.members)
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of `members`."""

@@ -363,21 +363,12 @@ def rendezvous_address() -> str:
 
 
 class Ranks(Protocol):
-    """Ranks that can compare what each of them knows."""
+    """Ranks that exchange objects: a process group (`Groups`), or the ranks of a mesh."""
 
     @property
-    def rank(self) -> int:
-        """The number of this one."""
-        ...
+    def members(self) -> list[int]: ...
 
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        ...
-
-    def all_gather_objects(self, value: Any, /) -> list[Any]:
-        """Return the value of every rank."""
-        ...
+    def all_gather_objects(self, value: Any) -> list[Any]: ...
 
 
 def detect_shape(groups: Ranks | None = None) -> tuple[int, tuple[int, ...], int | None]:
@@ -400,7 +391,7 @@ def detect_shape(groups: Ranks | None = None) -> tuple[int, tuple[int, ...], int
             "as torchrun does, or pass a topology of your own."
         )
     racks = [rack for _, rack in (told[homes.index(home)] for home in sizes)]
-    return len(sizes), tuple(sizes.values()), _nodes_per_rack(racks, groups)
+    return len(sizes), tuple(sizes.values()), _nodes_per_rack(racks, groups.members)
 
 
 # A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever
@@ -451,16 +442,16 @@ def _checked_racks(racks: Sequence[RackName]) -> list[str]:
     return names
 
 
-def _nodes_per_rack(racks: Sequence[RackName], groups: Ranks) -> int | None:
+def _nodes_per_rack(racks: Sequence[RackName], members: Sequence[int]) -> int | None:
     """Return how many nodes each rack has, from the rack of each node. Return None if they have no common number."""
-    whole = groups.world == 1 or groups.world == dist.get_world_size()
+    whole = len(members) == 1 or len(members) == dist.get_world_size()
     names = _checked_racks(racks) if whole else [name for name, _ in racks]
     sizes = Counter(names)
     nodes = len(names) // len(sizes)
     if len(set(sizes.values())) > 1:
         return None
     if any(names[i] != names[i // nodes * nodes] for i in range(len(names))):
-        if groups.rank == 0:
+        if dist.get_rank() == members[0]:
             warnings.warn(
                 f"the nodes of a rack are not consecutive: node by node, the racks are {names}. Rings leave each rack "
                 "more often than needed. Call towpath.init() in place of init_process_group(): it numbers the ranks "

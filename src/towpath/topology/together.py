@@ -14,24 +14,15 @@ import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 from towpath.errors import MismatchError, TowpathError
-from towpath.topology.groups import Groups
+from towpath.topology.groups import Groups, Ranks
 
 Value = TypeVar("Value")
 Combined = TypeVar("Combined")
 
 _SAME_MODEL = "Build the same model and pass the same strategy on every rank."
-
-
-class Ranks(Protocol):
-    """Ranks that exchange objects: a process group (`Groups`), or the ranks of a mesh."""
-
-    @property
-    def members(self) -> list[int]: ...
-
-    def all_gather_objects(self, value: Any) -> list[Any]: ...
 
 
 @contextmanager
