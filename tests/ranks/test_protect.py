@@ -305,6 +305,23 @@ def _sent(nodes: Path, label: str) -> tuple[int, int, int]:
     return first, saver._snapshots.sent_bytes - first, sum(box.nbytes for box in boxes)
 
 
+@on_ranks(4)
+def test_what_is_sent_waits_for_the_other_ranks_of_the_node(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job = Job("paro-iig")
+    job.train([1, 2], saver := checkpoint.Saver(tmp_path / "root", job.state))
+    taken = saver._snapshots
+    assert taken is not None
+    taken._awaited.clear()
+    if rank() == 1:
+        taken._links.are_used(True)
+    dist.barrier()
+    assert rank() == 1 or taken._is_turn() == (rank() > 1)
+    dist.barrier()
+    taken._awaited.set()
+    assert taken._is_turn()
+
+
 # --- what is refused, and what fails ----------------------------------------------------------------------------------
 
 
@@ -465,8 +482,10 @@ def test_a_long_wait_for_a_snapshot_is_told_once(tmp_path: Path) -> None:
     enter(tmp_path / "nodes")
     job = Job("paro-iig")
     saver = checkpoint.Saver(tmp_path / "root", job.state)
+    job.train([1, 2])
+    saver.protect(2)
     with patch.object(snapshots, "_LONG_WAIT_SECONDS", 0.0), logged(level=logging.WARNING) as lines:
-        job.train([1, 2, 3, 4], saver)
+        job.train([3, 4], saver)
     told = [line for line in lines if "training waited" in line]
     assert len(told) == (rank() == 0) and all("snapshot of step 2. protect=6 " in line for line in told), told
 

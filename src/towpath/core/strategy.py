@@ -125,6 +125,7 @@ class Protect:
     @property
     def delay(self) -> int:
         """The number of steps after which a snapshot must be complete. Training waits for it then."""
+        # Links that are busy for 60 % of a step need three steps to send a snapshot (benchmarks/LOG.md).
         return min(self.every - 1, max(1, 3 * self.every // 10))
 
     @property

@@ -12,6 +12,7 @@ in the buffers of the network when training sends again.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
 from collections import Counter
@@ -79,18 +80,17 @@ class NodeLinks:
     """Whether training uses the links of this node, which all its ranks share: a byte of each rank in a file."""
 
     def __init__(self, path: Path, place: int, ranks: int) -> None:
-        self._place, self._ranks = place, ranks
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._place = place
+        with path.open("a+b") as file:
+            os.posix_fallocate(file.fileno(), 0, ranks)  # a write would end the process if memory were full
+            # It is never unmapped, because the thread of a snapshot may outlive an error.
+            self._used = mmap.mmap(file.fileno(), ranks)
         self.are_used(False)  # a rank that has died may have left another byte
 
     def are_used(self, by_me: bool) -> bool:
         """Tell the other ranks whether this one uses them, and return whether any does."""
-        os.pwrite(self._file, bytes([by_me]), self._place)
-        return any(os.pread(self._file, self._ranks, 0))
-
-    def close(self) -> None:
-        """Close the file. It goes with the folder."""
-        os.close(self._file)
+        self._used[self._place] = by_me
+        return any(self._used[:])
 
 
 def plan_files(

@@ -44,7 +44,7 @@ from towpath.topology.together import AllRanks, described
 
 _LOG = logger("protect")
 NOTICED = "noticed"  # the note with the time of a loss
-_LONG_WAIT_SECONDS = 1.0
+_LONG_WAIT_SECONDS = 1.0  # of training, for a snapshot: it is told then
 
 
 class _LostError(CheckpointError):
@@ -104,8 +104,7 @@ class Snapshots:
         self._everyone = state.local.everyone
         self._engines = [*state.local.engines.values()]
         self._ranks = NodeRanks(root, self._everyone)
-        self._memory, mine = self._ranks.memory, self._ranks.mine
-        self._links = NodeLinks(self._memory.path / "links", mine.index(self._everyone.rank), len(mine))
+        self._memory = self._ranks.memory
         self._staging = StagingMemory()
         self._control = self._new_channel()
         # The step of the snapshot that all nodes hold.
@@ -127,6 +126,8 @@ class Snapshots:
 
     def _open(self) -> None:
         """Remove the snapshots of another run. Only the one that was loaded is of this run."""
+        mine = self._ranks.mine
+        self._links = NodeLinks(self._memory.path / "links", mine.index(self._everyone.rank), len(mine))
         if self._ranks.leads:
             self._memory.sweep()
             self._ranks.remove_snapshots(but=self._state.snapshot)
@@ -165,7 +166,13 @@ class Snapshots:
                     "healed: the next step came %.1f s after a loss was noticed (%s)", sum(parts.values()), text
                 )
         if step >= self._began + self._protect.delay:
+            began = time.monotonic()
             self.wait()
+            waited = time.monotonic() - began
+            if waited > _LONG_WAIT_SECONDS and not self._told_waited and self._everyone.rank == 0:
+                self._told_waited = True
+                text = "training waited %.1f s for the snapshot of step %d. protect=%d takes and sends them less often."
+                _LOG.warning(text, waited, self._began, 2 * self._protect.every)
         if step % self._protect.interval == 0 or self._lacks_copies:
             self._began, self._lacks_copies = step, False
             self._begin(step)
@@ -177,13 +184,7 @@ class Snapshots:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._awaited.set()
-            began = time.monotonic()
             thread.join()
-            waited = time.monotonic() - began
-            if waited > _LONG_WAIT_SECONDS and not self._told_waited and self._everyone.rank == 0:
-                self._told_waited = True
-                text = "training waited %.1f s for the snapshot of step %d. protect=%d takes and sends them less often."
-                _LOG.warning(text, waited, self._began, 2 * self._protect.every)
         failure = self._failure
         self._failure = failure if isinstance(failure, _LostError) else None
         if failure is None:
@@ -210,7 +211,6 @@ class Snapshots:
             self._control.each(lambda: None)  # no node removes what another one needs
             if self._ranks.leads and not keep:
                 self._memory.close()
-        self._links.close()
         self._memory.release()
         for engine in self._engines:
             engine.has_snapshots = False
@@ -272,7 +272,6 @@ class Snapshots:
         manifest, sent = control.combine(write, plan)
         exchange = BuddyExchange(control.groups, folder, before, self._is_turn)
         self.sent_bytes += control.each(lambda: exchange.run(sent, self._ranks.nodes))
-        self._links.are_used(False)
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
