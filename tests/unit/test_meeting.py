@@ -135,7 +135,7 @@ def test_a_silent_island_and_a_late_one_are_told_that_the_others_go_on() -> None
         assert set(answers(found)) <= {0}
     found.tick(141.0)
     told = answers(found)
-    assert "waited 60 s" in told[1]["end"] and told[0]["members"] == (0,)
+    assert "waited 60 s" in told[1]["end"] and "shares=" in told[1]["end"] and told[0]["members"] == (0,)
 
 
 def test_islands_with_other_slow_weights_than_most_end() -> None:

@@ -25,6 +25,9 @@ from typing import Any
 
 from towpath.json_connection import Message
 
+# What helps an island that is late at every exchange.
+_SLOWER = " If its machine is always slower, start all islands as one job, with shares=."
+
 # An optimizer step, a fragment, and how often islands have tried to exchange it at that step.
 Key = tuple[int, int, int]
 
@@ -120,9 +123,9 @@ class Register:
             left, step = len(self._those_there) + len(self.expected), self._state["step"]
             self._said.append(f"island {number} of {left + 1} left after step {step}: {why}; {left} go on")
 
-    def _dismiss(self, number: int, why: str) -> None:
+    def _dismiss(self, number: int, why: str, advice: str = "") -> None:
         text = f"the other islands go on without this one: {why}. Start it again, and it joins them with their weights."
-        self.answers.append((number, {"end": text}))
+        self.answers.append((number, {"end": text + advice}))
         self._remove(number, why)
 
     def tick(self, now: float) -> None:
@@ -136,7 +139,7 @@ class Register:
             first = min(key for key, _ in waiting)
             for member in self._those_there:
                 if not member.told or member.key not in (None, first):
-                    self._dismiss(member.number, f"the others waited {patience:.0f} s for it")
+                    self._dismiss(member.number, f"the others waited {patience:.0f} s for it", _SLOWER)
         self._settle(now)
 
     @property
