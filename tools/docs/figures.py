@@ -328,6 +328,13 @@ PAGES: Mapping[str, Page] = {
         "An examination of a fault is right if its first finding has the cause and the machines of the fault. A word "
         "for the cause, or the name or address of a machine, in a complaint of `accelerate test` counts as named.",
     ),
+    "shares": Page(
+        "Unequal machines",
+        "Steps of ranks of unequal speed, with equal batches, with shares, and with measured shares.",
+        "python -m benchmarks shares",
+        "Four ranks on two nodes. Blocks wait for each row, on the second node two or three times as long. An ideal "
+        "step takes as long as all rows, if every rank is always busy.",
+    ),
     "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python -m benchmarks soak"),
     "timeline": Page(
         "Overlap on a GPU",
