@@ -6,7 +6,7 @@ A case with a fault is one examination. It is right if the first finding has the
 clean case is one examination per round, which must find nothing.
 
 A case of `accelerate test` runs that command on every rank while the lab has the same fault, for at most two minutes.
-Without a fault, it shows that the command works there.
+Without a fault, it shows on how many ranks the command works.
 """
 
 from __future__ import annotations
@@ -85,26 +85,27 @@ class CleanCase:
 
 @dataclass(frozen=True, slots=True)
 class AccelerateCase:
-    """`accelerate test` in a lab with a fault, or without one."""
+    """`accelerate test` in a lab with a fault, or in one of some nodes without a fault."""
 
     fault: str | None
+    nodes: int = 2
 
     @property
     def name(self) -> str:
         """The name on the command line."""
-        return f"accelerate test, {self.fault or 'clean'}"
+        return f"accelerate test, {self.fault or f'clean {self.nodes}x1'}"
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Test once."""
         installed, fault = check_installed(), FAULTS[self.fault] if self.fault else None
-        shape, cables = (fault.topology, fault.cables) if fault else (Topology(2, 1), INTER)
+        shape, cables = (fault.topology, fault.cables) if fault else (Topology(self.nodes, 1), INTER)
         with Lab(shape, inter=cables, preload=_MODULES) as lab, tempfile.TemporaryDirectory() as folder:
             ended = lab.call(tested, self.fault, folder, timeout_seconds=LIMIT_SECONDS + _PATIENCE_SECONDS)
         found = outcome(fault, ended)
         passed = sum(status == 0 for status in found["statuses"])
         checks = [
             Check("ranks on which it ended", float(sum(status is not None for status in found["statuses"]))),
-            Check("ranks on which it passed", float(passed), at_least=None if fault else shape.world),
+            Check("ranks on which it passed", float(passed)),
             Check("names the cause", float(found["names_cause"])),
             Check("names the machine", float(found["names_machine"])),
             Check("seconds", found["seconds"]),
@@ -119,7 +120,8 @@ SUITES = [
         [
             *map(FaultCase, FAULTS),
             *(CleanCase(shape.nodes, shape.ranks_per_node) for shape in CLEAN_SHAPES),
-            *map(AccelerateCase, (None, *FAULTS)),
+            *(AccelerateCase(None, ranks) for ranks in sorted({fault.topology.world for fault in FAULTS.values()})),
+            *map(AccelerateCase, FAULTS),
         ],
         rounds=_CLEAN_ROUNDS,
     )

@@ -65,9 +65,12 @@ def _runs() -> dict[str, Any]:
         examined(FaultCase("half duplex").name, True, [{"cause": "half duplex", "machines": ["node1"]}]),
         examined("slow rank", False, [{"cause": "loss", "machines": ["node0", "node1"]}]),
         examined("MTU hole", False, []),
+        examined("loss of 1 %", False, []),
         tested("half duplex", 0, 0, 0),
         tested("slow rank", None, 1, names_machine=True),
         tested("MTU hole", None, None),
+        tested("loss of 1 %", 1, 1, 1, names_machine=True),
+        {"case": {"name": AccelerateCase(None, 3).name}, "checks": [], "accelerate": {"statuses": [0, 0, 1]}},
         {"case": {"name": "clean 2x1"}, "checks": [], "examined": [{"findings": []}, {"findings": [{}]}]},
     ]
     return {run["case"]["name"]: run for run in runs}
@@ -78,9 +81,10 @@ def test_the_section_has_a_row_for_each_fault() -> None:
     assert "| half duplex | yes | 21 | after 31 s: success | nothing |\n" in text
     assert "| slow rank | no: loss of node0, node1 | 21 | on 1 of 2 ranks: exit code 1 | machine |\n" in text
     assert "| MTU hole | no: nothing | 21 | no | nothing |\n" in text
+    assert "| loss of 1 % | no: nothing | 21 | after 31 s: exit code 1, as without a fault | nothing |\n" in text
     words = " ".join(text.split())
-    assert "for 1 of 3 faults. Without a fault, it found something in 1 of 2 examinations." in words
-    assert "the cause or the machine of 1 of 3 faults" in words
+    assert "for 1 of 4 faults. Without a fault, it found something in 1 of 2 examinations." in words
+    assert "the cause or the machine of 1 of 4 faults. On 3 ranks, it fails" in words
 
 
 def test_there_is_no_section_without_results() -> None:

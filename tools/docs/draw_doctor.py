@@ -6,7 +6,8 @@ Without results of the doctor there is no section.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from typing import Any
 
 from tools.docs import figures
 
@@ -28,7 +29,13 @@ def section_of(measured: Mapping[str, figures.Line]) -> str:
     if not faults:
         return ""
     peers = {name: measured.get(f"{_PEER}{name}") for name in faults}
-    body = [(name, *_of_doctor(run), *_of_peer(peers[name])) for name, run in faults.items()]
+    # How many ranks `accelerate test` also fails on without a fault. What it says there is about no fault.
+    unfit = {
+        len(run["accelerate"]["statuses"])
+        for name, run in measured.items()
+        if name.startswith(f"{_PEER}{_CLEAN}") and any(run["accelerate"]["statuses"])
+    }
+    body = [(name, *_of_doctor(run), *_of_peer(peers[name], unfit)) for name, run in faults.items()]
     head = ("fault", "cause and machine right", "seconds", "`accelerate test` ends", "it names")
     right = sum(_is_right(run) for run in faults.values())
     tested = [run["accelerate"] for run in peers.values() if run]
@@ -37,12 +44,13 @@ def section_of(measured: Mapping[str, figures.Line]) -> str:
         f"cause and the right machines for {right} of {len(faults)} faults. {_without_fault(measured)}",
     ]
     if tested:
-        named = sum(each["names_cause"] or each["names_machine"] for each in tested)
+        named = sum(bool(_named(each, unfit)) for each in tested)
+        also = f" On {' and '.join(map(str, sorted(unfit)))} ranks, it fails without a fault, too." if unfit else ""
         texts.append(
             f"`accelerate test` (accelerate {tested[0]['version']}, {_LIMIT_SECONDS} seconds at most) ran on the same "
             f"ranks. It tests whether training works, and names the cause or the machine of {named} of {len(tested)} "
-            "faults. A word for the cause, or a name or address of the machine, in any error of any rank counts. The "
-            "version that differs is Towpath's, which it does not use."
+            f"faults.{also} A word for the cause, or a name or address of the machine, in any error of any rank "
+            "counts. The version that differs is Towpath's, which it does not use."
         )
     paragraphs = "\n\n".join(textwrap.fill(text.strip(), _WIDTH, break_on_hyphens=False) for text in texts)
     return f"## Faults in the lab\n\n{paragraphs}\n\n{figures.table(head, body)}"
@@ -62,12 +70,18 @@ def _of_doctor(run: figures.Line) -> tuple[str, str]:
     return "yes" if _is_right(run) else f"no: {', '.join(said) or 'nothing'}", f"{found['seconds']:.0f}"
 
 
-def _of_peer(run: figures.Line | None) -> tuple[str, str]:
+def _of_peer(run: figures.Line | None, unfit: Container[int]) -> tuple[str, str]:
     if run is None:
         return "not measured", ""
     found = run["accelerate"]
-    named = [what for what in ("cause", "machine") if found[f"names_{what}"]]
-    return _ending(found["statuses"], found["seconds"]), " and ".join(named) or "nothing"
+    also = ", as without a fault" if any(found["statuses"]) and len(found["statuses"]) in unfit else ""
+    return _ending(found["statuses"], found["seconds"]) + also, " and ".join(_named(found, unfit)) or "nothing"
+
+
+def _named(found: Mapping[str, Any], unfit: Container[int]) -> list[str]:
+    """Return what a test named of a fault: nothing on as many ranks as it fails on without one."""
+    fit = len(found["statuses"]) not in unfit
+    return [what for what in ("cause", "machine") if fit and found[f"names_{what}"]]
 
 
 def _ending(statuses: list[int | None], seconds: float) -> str:
