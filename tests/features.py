@@ -108,7 +108,7 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features metrics
-            forecasts names output package papers plots public published session stopping train_command train_models
-            typing
+            forecasts names output package papers plots propagation_page public published session stopping
+            train_command train_models typing
         """,
 )

@@ -7,6 +7,7 @@ import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -221,7 +222,7 @@ def _training_sections(runs: Sequence[Run]) -> Iterator[str]:
 
 def training_rows(runs: Sequence[Run], training: Training) -> list[Row]:
     """Return a row for each variant that has run with this training."""
-    chosen = [run for run in runs if str(training) in run["case"]["name"] and "final" in run]
+    chosen = [run for run in runs if run["case"].get("training") == asdict(training)]
     baselines = {run["case"]["seed"]: run for run in chosen if run["case"]["variant"] == BASELINE}
     found: list[Row] = []
     for row in judged([dict(run) for run in chosen], list(VARIANTS), BASELINE, math.exp):

@@ -1,0 +1,35 @@
+"""The page of the suite `propagation`: what it compares with what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.suites.propagation import BASELINE, LOSES, PROPAGATES, Training, TrainingCase
+from benchmarks.suites.propagation_page import training_rows
+
+FEW, MANY = (Training(count, 1, 100, 2e-3) for count in (6, 16))
+
+
+def run(variant: str, training: Training, final: float, halfway: float, seconds: float = 1.0) -> dict[str, Any]:
+    case = TrainingCase(variant, 0, training)
+    return {
+        "case": asdict(case) | {"name": case.name},
+        "final": final,
+        "curve": [[1, 6.0], [50, halfway], [100, final]],
+        "step_seconds": seconds,
+    }
+
+
+def test_a_variant_is_compared_with_the_uncompressed_run_of_its_own_layout() -> None:
+    runs = [
+        run(BASELINE, FEW, 4.0, 5.0),
+        run(BASELINE, MANY, 3.0, 4.0, seconds=2.0),
+        run(PROPAGATES, MANY, 3.0 + math.log(1.1), 4.0),
+        run(LOSES, MANY, 3.5, 5.0),
+    ]
+    assert training_rows(runs, FEW) == []
+    (variant, perplexity, _, _, times, _), (_, _, _, *slower) = training_rows(runs, MANY)
+    assert (variant, perplexity, times) == (PROPAGATES, "+10.00%", "2.000")
+    assert slower[1] == "2.000" and float(slower[0]) > 1
