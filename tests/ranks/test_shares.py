@@ -284,14 +284,20 @@ def test_every_sample_of_an_epoch_is_taken_once(world: Worlds) -> None:
 def _epochs() -> None:
     _, sampler = _sampled((3, 2, 1), seed=5)
     orders: list[list[int]] = []
+    epochs: list[list[list[int]]] = []
     for _ in range(2):
         assert len(sampler) == 50 // 6
-        mine = list(sampler)
+        epochs.append(mine := list(sampler))
         assert [len(batch) for batch in mine] == [(3, 2, 1)[dist.get_rank()]] * 8
         whole = [row for batch in zip(*_all_ranks(mine), strict=True) for rows in batch for row in rows]
         assert len(set(whole)) == len(whole) == 48 and set(whole) < set(range(50))
         orders.append(whole)
     assert orders[0] != orders[1]
+    model, sampler = _sampled((3, 2, 1), seed=5)
+    with pytest.raises(ShardError, match="have 2 rows for the average rank, and a second ShareSampler asks for 4"):
+        towpath.ShareSampler(model, 50, 4)
+    towpath.ShareSampler(model, 20, 2)  # to evaluate: it changes nothing for the first one
+    assert list(sampler) == epochs[0]
     _, again = _sampled((1, 1, 1), seed=5)  # other shares, and the same order
     whole = [row for batch in zip(*_all_ranks(list(again)), strict=True) for rows in batch for row in rows]
     assert whole == orders[0]

@@ -27,7 +27,7 @@ from towpath.core.queues import LoggedCall
 from towpath.core.shares import AUTO, TOLD, Shares, adapted_rows, divided_rows
 from towpath.engine.comm import CommContext
 from towpath.engine.compute_clock import WARM_UP, ComputeClock
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError
 from towpath.logs import logger
 
 _LOG = logger("shares")
@@ -85,6 +85,7 @@ class UnequalBatches(Batches):
         self._told: Sequence[tuple[int, float, int]] = ()  # what all ranks have told at the last boundary
         # The rows of the island's ranks, each from a number of a micro-batch on.
         self._rows: list[tuple[int, tuple[int, ...]]] = []
+        self._micro_batch = 0  # the rows of the average rank
         self._before = 0  # rows of the islands before this one
         self._windows = 0  # those that were measured
         self._seconds: Sequence[float] = ()  # what the rows follow
@@ -94,12 +95,21 @@ class UnequalBatches(Batches):
     def divide(self, micro_batch: int) -> int:
         """Divide micro-batches with `micro_batch` rows for the average rank. Return the rows of all ranks together."""
         job, ranks = self._comm.job.world, self._comm.groups.world
+        if self._rows:  # for another sampler, which must leave the rows of the first one as they are
+            if micro_batch != self._micro_batch:
+                raise ShardError(
+                    f"rank {self._number}: micro-batches of this model have {self._micro_batch} rows for the average "
+                    f"rank, and a second ShareSampler asks for {micro_batch}. Pass it the same micro_batch, or "
+                    "evaluate with PyTorch's DistributedSampler."
+                )
+            return micro_batch * job
+        self._micro_batch = micro_batch
         if isinstance(self._shares, str):  # "auto"
             rows, self._before = (micro_batch,) * ranks, self._first * micro_batch
         else:
             of_all = divided_rows(self._shares, micro_batch * job)
             rows, self._before = of_all[self._first : self._first + ranks], sum(of_all[: self._first])
-        self._rows, self._windows = [(0, rows)], 0
+        self._rows = [(0, rows)]
         return micro_batch * job
 
     @property
