@@ -30,10 +30,11 @@ from towpath.collectives.exact import AgreedAllGather, ExactAllGather
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
-from towpath.core.transfer import Ranks, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
 from towpath.errors import ConfigError
+from towpath.topology.cluster import RankSets
 
 
 def form_for(backend: str) -> Form:
@@ -81,7 +82,7 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
 
 
 def group_rank(
-    transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup], first: int = 0
+    transfer: Transfer, rank: int, group_of: Callable[[RankSets, str], dist.ProcessGroup], first: int = 0
 ) -> GroupRank:
     """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer."""
     # `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once.

@@ -11,9 +11,9 @@ from functools import lru_cache
 from towpath.core.placement import replicas
 from towpath.core.routes import ALL_TO_ALL, COLLECTIVES, Form, Op
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
-from towpath.core.transfer import Ranks, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.topology.cluster import Topology
+from towpath.topology.cluster import RankSets, Topology
 
 # Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
 QUEUES = {
@@ -124,7 +124,7 @@ class SharedLane:
     """
 
     lane: str
-    ranks: Ranks  # the ranks of the communicator that each rank is in
+    ranks: RankSets  # the ranks of the communicator that each rank is in
     # The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
     kinds: frozenset[TransferKind]
 
@@ -135,7 +135,7 @@ def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedL
     lanes, kinds, everyone = (
         CommunicatorSharing.of(plans),
         dict[Communicator, set[TransferKind]](),
-        dict[Communicator, Ranks](),
+        dict[Communicator, RankSets](),
     )
     for transfer in _transfers(plans):
         for communicator, ranks in zip(lanes.communicators(transfer), transfer.partitions, strict=False):

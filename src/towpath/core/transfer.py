@@ -22,10 +22,7 @@ from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transport import Transport
 from towpath.core.units import Activation, Matrices, Payload, Range
 from towpath.errors import ConfigError
-from towpath.topology.cluster import Topology
-
-# Sets of ranks that have every rank of the job once.
-Ranks = tuple[tuple[int, ...], ...]
+from towpath.topology.cluster import RankSets, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class Transfer:
         return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "ho-ring", "two-hop")
 
     @property
-    def partitions(self) -> tuple[Ranks, ...]:
+    def partitions(self) -> tuple[RankSets, ...]:
         """The sets of ranks whose collectives execute it: all rows and all columns, or all whole groups."""
         return _rows_and_columns(self.move, self.grid.width) if self.by_rows_and_columns else (_whole(self.move),)
 
@@ -210,12 +207,12 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
 
 
 @lru_cache(maxsize=1024)
-def _rows_and_columns(move: GroupCollective, width: int) -> tuple[Ranks, Ranks]:
+def _rows_and_columns(move: GroupCollective, width: int) -> tuple[RankSets, RankSets]:
     """Return the ranks of each group that are on one node, and those that have the same place in their nodes."""
     rows = (g.ranks[i : i + width] for g in move.groups for i in range(0, len(g.ranks), width))
     return tuple(rows), tuple(g.ranks[place::width] for g in move.groups for place in range(width))
 
 
 @lru_cache(maxsize=1024)
-def _whole(move: GroupCollective) -> Ranks:
+def _whole(move: GroupCollective) -> RankSets:
     return tuple(group.ranks for group in move.groups)

@@ -23,7 +23,7 @@ from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatte
 from towpath.core.queues import HOST_QUEUES, MAX_IN_FLIGHT, QUEUES, CommunicatorSharing, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
-from towpath.core.transfer import Ranks, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.daemons import ends_in_error
 from towpath.engine.agree.digest import CollectiveLog
@@ -33,7 +33,7 @@ from towpath.engine.threads import ThreadStream
 from towpath.engine.transfer_queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.logs import logger
 from towpath.observe.record import DeviceTimer, Record, Timer
-from towpath.topology.cluster import Topology
+from towpath.topology.cluster import RankSets, Topology
 from towpath.topology.groups import Groups
 
 _LOG = logger("engine")
@@ -217,7 +217,7 @@ class CommContext:
                 transfer, self.job.rank, lambda ranks, part: self._of_job(ranks, f"{queue}{part}", over_gloo)
             )
 
-        def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
+        def group_of(ranks: RankSets, part: str) -> dist.ProcessGroup:
             if transfer.kind in BETWEEN_HOSTS:
                 return self.groups.gloo_group()
             if not shares_groups(self._backend):
@@ -226,14 +226,14 @@ class CommContext:
 
         return group_rank(transfer, self.rank, group_of, self.groups.first)
 
-    def control(self, ranks: Ranks, topology: Topology) -> dist.ProcessGroup:
+    def control(self, ranks: RankSets, topology: Topology) -> dist.ProcessGroup:
         """Return this rank's process group for collectives on the training thread, such as those of full parameters."""
         # NCCL's communicators take memory on the device, so collectives on the training thread borrow one.
         if shares_groups(self._backend):
             return self._of_lane(ranks, "control", topology, borrows=True)
         return self.groups.of(ranks, "control", self._backend)
 
-    def _of_lane(self, ranks: Ranks, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
+    def _of_lane(self, ranks: RankSets, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
         """Return this rank's process group of the lane of `queue`."""
         # With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
         # between steps, when no transfer overlaps.
@@ -247,7 +247,7 @@ class CommContext:
         limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 
-    def _of_job(self, ranks: Ranks, purpose: str, over_gloo: bool) -> dist.ProcessGroup:
+    def _of_job(self, ranks: RankSets, purpose: str, over_gloo: bool) -> dist.ProcessGroup:
         # A model whose exchanges may take longer gets groups of its own.
         timeout = self.exchange_timeout
         purpose = f"{purpose}{' over gloo' if over_gloo else ''} within {timeout}"

@@ -12,6 +12,9 @@ from typing import Any
 
 from towpath.errors import ConfigError
 
+# Sets of ranks in which every rank of a job is once.
+RankSets = tuple[tuple[int, ...], ...]
+
 # The presets for nodes of unequal size. All their groups span the job, or are one rank.
 FLAT = ("ddp", "zero1", "zero2", "zero3")
 _MOST_NAMED = 4  # nodes of one size, in an error

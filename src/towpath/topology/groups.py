@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import ConfigError
+from towpath.topology.cluster import RankSets
 from towpath.topology.store import gather_through_store
 
-Partition = tuple[tuple[int, ...], ...]
 Shared = TypeVar("Shared")
 
 # What all models over one process group share, by that group. A group has threads and connections of its own, and
@@ -93,7 +93,7 @@ class Groups:
 
     def of(
         self,
-        partition: Partition,
+        partition: RankSets,
         purpose: str,
         backend: str | None = None,
         max_ctas: int | None = None,
@@ -122,7 +122,7 @@ class Groups:
             self._made[key] = new_group(members, purpose, timeout=timeout, backend=backend, **limit)
         return self._made[key]
 
-    def has(self, partition: Partition, purpose: str) -> bool:
+    def has(self, partition: RankSets, purpose: str) -> bool:
         """Return whether `of` has created this rank's group of `partition` for `purpose`."""
         return (next(ranks for ranks in partition if self.rank in ranks), purpose) in self._made
 
