@@ -17,6 +17,7 @@ Shares = tuple[float, ...] | Literal["auto"]
 AUTO: Final = "auto"
 # "auto" divides the rows anew if the speed of a rank has changed by this share, and the slowest rank gains the second.
 DRIFT, GAIN = 0.1, 0.02
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
 # What each rank tells the others at a boundary: its tokens in the step, the seconds that it computes for a token (or
 # 0), and how many micro-batches its sampler has drawn.
 TOLD = Struct("<qdq")
@@ -28,18 +29,14 @@ def shares_of(value: Any) -> Shares | None:
         return value
     numbers: Any = value
     if isinstance(value, str):
-        found = re.fullmatch(r"[0-9.]+(,[0-9.]+)*", value)
-        numbers = tuple(map(_number, value.split(","))) if found else None
+        written = re.fullmatch(rf"{_NUMBER}(,{_NUMBER})*", value, re.ASCII)
+        numbers = tuple(int(n) if n.isdecimal() else float(n) for n in value.split(",")) if written else None
     if not isinstance(numbers, (list, tuple)) or not numbers or not all(map(_is_speed, numbers)):
         raise ConfigError(
             f"shares={value!r}: expected a number above 0 for each data-parallel rank, such as (2, 2, 1, 1) if the "
             'last two ranks are half as fast, or "auto".'
         )
     return tuple(numbers)
-
-
-def _number(text: str) -> float:
-    return int(text) if text.isdecimal() else float(text) if text.replace(".", "", 1).isdecimal() else 0.0
 
 
 def _is_speed(value: Any) -> bool:
