@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.cases import each
-from towpath.doctor import paths
+from towpath.doctor import gathering, paths
 from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
 from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
 from towpath.doctor.paths import Peer, measure, reach
@@ -188,6 +189,45 @@ def test_strangers_are_not_let_in() -> None:
     assert list(leader.links) == [1]
     leader.dismiss("found", 0)
     assert followers.join() == [("found", 0)]
+
+
+class _Link:
+    """A connection to a leader, on a clock of its own: each message comes after some seconds, or an error instead."""
+
+    def __init__(self, *messages: tuple[float, Any]) -> None:
+        self._messages = iter(messages)
+
+    def receive(self, seconds: float) -> Any:
+        after, message = next(self._messages)
+        if after > seconds:
+            raise TimeoutError
+        if isinstance(message, OSError):
+            raise message
+        return message
+
+    def send(self, message: Any, seconds: float) -> None: ...
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def follows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Follow a leader that sends these messages, with a limit for the others to come."""
+
+    def follow_link(seconds: float, *messages: tuple[float, Any]) -> Any:
+        monkeypatch.setattr(gathering, "_welcomed", lambda *_: _Link(*messages))
+        return follow(place(1, 3, 1), lambda question: {"answer": None}, {}, seconds)
+
+    return follow_link
+
+
+@each(seconds=[30.0, 300.0, 900.0])
+def test_a_machine_that_came_first_stays_until_all_have_come(seconds: float, follows: Callable[..., Any]) -> None:
+    end = {"do": "end", "text": "found", "status": 1}
+    assert follows(seconds, (seconds, {"do": "load"}), (250.0, end)) == ("found", 1)
 
 
 def test_a_host_that_does_not_come_is_asked_why() -> None:

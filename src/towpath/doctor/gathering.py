@@ -28,7 +28,9 @@ PORT = 29511
 Perform = Callable[[Any], Any]
 
 _GREET_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
-_SILENT_SECONDS = 90.0  # no question takes longer
+# A leader that ends closes the connection, so this only bounds the wait for one that falls silent. It has to be longer
+# than all measurements between machines, during which most ranks are asked nothing.
+_SILENT_SECONDS = 300.0
 
 
 def is_launched() -> bool:
@@ -196,7 +198,8 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
         OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
     """
     with _welcomed(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds) as link:
-        while (question := link.receive(_SILENT_SECONDS))["do"] != "end":
+        # The leader may wait as long for others to come before it asks this process anything.
+        while (question := link.receive(seconds + _SILENT_SECONDS))["do"] != "end":
             link.send(perform(question), _SILENT_SECONDS)
     return question["text"], question["status"]
 
