@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -363,6 +364,15 @@ def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
 def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     found = CliRunner(env={"RANK": None}).invoke(main.app, arguments)
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)
+
+
+def test_an_error_of_the_leader_is_not_one_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("towpath.cli.doctor._lead", fails)
+    found = CliRunner().invoke(main.app, ["doctor", "--hosts", "127.0.0.1,192.0.2.1"])
+    assert isinstance(found.exception, OSError) and "UNREACHABLE" not in found.output
 
 
 # The time that an examination takes ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from tests.cases import each
 from towpath.doctor import gathering, paths
-from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
+from towpath.doctor.gathering import Leader, LeaderLostError, Place, follow, why_unreachable
 from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
 from towpath.doctor.paths import Peer, measure, reach
 from towpath.doctor.services import Services
@@ -228,6 +229,23 @@ def follows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def test_a_machine_that_came_first_stays_until_all_have_come(seconds: float, follows: Callable[..., Any]) -> None:
     end = {"do": "end", "text": "found", "status": 1}
     assert follows(seconds, (seconds, {"do": "load"}), (250.0, end)) == ("found", 1)
+
+
+@each(
+    message=[
+        (0.0, ConnectionError("its connection has ended")),
+        (0.0, ConnectionResetError(errno.ECONNRESET, "reset")),
+        (1e9, None),  # it falls silent
+    ]
+)
+def test_a_leader_that_is_lost_is_neither_another_program_nor_a_firewall(
+    message: tuple[float, Any], follows: Callable[..., Any]
+) -> None:
+    with pytest.raises(LeaderLostError) as caught:
+        follows(30.0, (0.0, {"do": "load"}), message)
+    found = why_unreachable(place(1, 3, 29511), caught.value)
+    assert found.cause == "unreachable" and f"lost its connection to the first machine, {LOCAL}" in found.summary
+    assert found.remedy[0].startswith(f"See what {LOCAL} printed")
 
 
 def test_a_host_that_does_not_come_is_asked_why() -> None:

@@ -33,6 +33,10 @@ _GREET_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
 _SILENT_SECONDS = 300.0
 
 
+class LeaderLostError(OSError):
+    """A connection to the leader that broke, or fell silent, after the leader had welcomed this process."""
+
+
 def is_launched() -> bool:
     """Return whether a launcher has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -195,12 +199,16 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
         The text and the exit code with which the leader ended.
 
     Raises:
-        OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
+        LeaderLostError: The connection broke while the leader examined. `why_unreachable` says more, too.
+        OSError: The leader could not be reached. `why_unreachable` says more.
     """
     with _welcomed(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds) as link:
-        # The leader may wait as long for others to come before it asks this process anything.
-        while (question := link.receive(seconds + _SILENT_SECONDS))["do"] != "end":
-            link.send(perform(question), _SILENT_SECONDS)
+        try:
+            # The leader may wait as long for others to come before it asks this process anything.
+            while (question := link.receive(seconds + _SILENT_SECONDS))["do"] != "end":
+                link.send(perform(question), _SILENT_SECONDS)
+        except OSError as error:
+            raise LeaderLostError(*error.args) from error
     return question["text"], question["status"]
 
 
@@ -227,9 +235,11 @@ def _welcomed(place: Place, hello: Any, until: float) -> JsonConnection:
 
 
 def why_unreachable(place: Place, error: OSError) -> Finding:
-    """Return why this process does not reach the leader, as far as it can be seen from here alone."""
+    """Return why this process does not reach the leader, or no longer, as far as it can be seen from here alone."""
     addresses, here, state = resolved(place.leader), socket.gethostname(), state_of(error)
-    if not addresses:
+    if isinstance(error, LeaderLostError):
+        state = "lost"
+    elif not addresses:
         state = "no address"
     elif not any(map(is_usable, addresses)) or interface_of(addresses[0], interfaces()):
         state = "it is this machine itself"
