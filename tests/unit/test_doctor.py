@@ -317,6 +317,15 @@ def test_a_machine_that_was_lost_is_one_finding() -> None:
     assert "LOST" in report(facts, priced(facts, judge(facts), describe_model("gpt-2.5b")))
 
 
+def test_a_machine_that_was_lost_at_the_first_question_has_a_name() -> None:
+    machines = _Machines(3, 1.0)
+    machines.lost[2] = "facts"
+    facts, found = Examination(cast(Leader, machines), lambda text: None).run()
+    (lost,) = (one for one in found if one.cause == "lost")
+    assert lost.machines == ("node2",) and lost.where == "rank 2 on node2"
+    assert [machine["name"] for machine in facts["machines"]] == ["node0", "node1"]
+
+
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
     facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))
@@ -382,9 +391,9 @@ class _Machines:
     """Machines of which the second loses large packets, on a clock of their own."""
 
     states: Mapping[int, str] = {}
-    lost: Mapping[int, str] = {}
 
     def __init__(self, count: int, round_seconds: float) -> None:
+        self.lost: dict[int, str] = {}
         self.place = Place(number=0, world=count, leader="10.77.0.1", port=1)
         self.hellos = {n: {"machine": str(n), "local": 0, "host": f"node{n}"} for n in range(count)}
         self.links = {n: SimpleNamespace(here="10.77.0.1", there=f"10.77.0.{n + 1}") for n in range(1, count)}
@@ -396,7 +405,9 @@ class _Machines:
         what = next(question["do"] for question in questions.values())
         self.now += self._takes.get(what, 0.0)
         self.rounds += what == "measure"
-        return {number: self._answer(number, question) for number, question in questions.items()}
+        return {
+            number: self._answer(number, question) for number, question in questions.items() if number not in self.lost
+        }
 
     def _answer(self, number: int, question: Facts) -> Any:
         machine, peers = self._facts["machines"][number], [peer[0] for peer in question.get("peers", ())]

@@ -122,7 +122,10 @@ class Examination:
             "machines": self._machines,
             "ways": [self._ways[way] for way in sorted(self._ways, key=lambda way: (*sorted(way), way))],
             "absent": [{"name": name, "state": leader.states.get(number)} for number, name in names.items()],
-            "lost": [{"rank": number, "asked": asked} for number, asked in sorted(leader.lost.items())],
+            "lost": [
+                {"rank": number, "host": leader.hellos[number]["host"], "asked": asked}
+                for number, asked in sorted(leader.lost.items())
+            ],
         }
 
     # One machine or rank alone ----------------------------------------------------------------------------------------

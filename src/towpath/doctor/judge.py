@@ -175,7 +175,9 @@ def _absent(case: _Case) -> Iterator[Finding]:
         else:
             yield finding("absent", [each["name"]], each["name"], state=each["state"])
     for each in case.facts["lost"]:
-        of = next((m["name"] for m in case.machines if each["rank"] in [r["rank"] for r in m["ranks"]]), "?")
+        # A machine that was lost at the first question is not among the machines.
+        named = (m["name"] for m in case.machines if each["rank"] in [rank["rank"] for rank in m["ranks"]])
+        of = next(named, each.get("host", "?"))
         yield finding("lost", [of], f"rank {each['rank']} on {of}", [f"it was asked for: {each['asked']}"])
 
 
