@@ -397,12 +397,13 @@ class _Machines:
         self.place = Place(number=0, world=count, leader="10.77.0.1", port=1)
         self.hellos = {n: {"machine": str(n), "local": 0, "host": f"node{n}"} for n in range(count)}
         self.links = {n: SimpleNamespace(here="10.77.0.1", there=f"10.77.0.{n + 1}") for n in range(1, count)}
-        self._facts = cluster(count)
+        self.facts = cluster(count)
         self._takes = {"facts": 1.0, "load": 5.0, "compute": 2.0, "reach": 0.2, "measure": round_seconds}
         self.now, self.rounds = 0.0, 0
+        self.compared: set[int] = set()  # those that were asked for the rates to several interfaces
 
     def ask(self, questions: Mapping[int, Facts], seconds: float) -> dict[int, Any]:
-        what = next(question["do"] for question in questions.values())
+        what = next((question["do"] for question in questions.values()), "")
         self.now += self._takes.get(what, 0.0)
         self.rounds += what == "measure"
         return {
@@ -410,7 +411,7 @@ class _Machines:
         }
 
     def _answer(self, number: int, question: Facts) -> Any:
-        machine, peers = self._facts["machines"][number], [peer[0] for peer in question.get("peers", ())]
+        machine, peers = self.facts["machines"][number], [peer[0] for peer in question.get("peers", ())]
         match question["do"]:
             case "facts":
                 return {key: value for key, value in machine.items() if key not in ("ranks", "loopback")}
@@ -424,10 +425,27 @@ class _Machines:
                     key: value for key, value in _way(0, 1).items() if key not in ("from", "to", "reach", "others")
                 }
                 return [found | {"stalls": stalls, "packet": 1400 if stalls else 1500}] * 2
+            case "interfaces":
+                self.compared.add(number)
+                return [RATE] * len(peers)
             case "loopback":
                 return 5e9
             case _:
                 return []
+
+
+def test_interfaces_are_compared_only_where_a_machine_is_reached_over_several() -> None:
+    machines = _Machines(3, 1.0)
+    machines.facts["machines"][1]["interfaces"].append(_interface("wlan0", "10.88.0.2"))
+    facts, _ = Examination(cast(Leader, machines), lambda text: None).run()
+    assert machines.compared == {0, 2}
+    others = [(way["from"], way["to"], *(each["interface"] for each in way["others"])) for way in facts["ways"]]
+    assert [way for way in others if len(way) > 2] == [(0, 1, "eth0", "wlan0"), (2, 1, "eth0", "wlan0")]
+
+
+def test_a_question_of_another_version_fails() -> None:
+    member = examination.Examinee(Place(number=1, world=2, leader="10.77.0.1", port=1))
+    assert member.perform({"do": "dance"}) == {"failed": "ValueError: dance is no question"}
 
 
 @each(case=[(2, 3.0, 4), (2, 13.0, 3), (3, 5.0, 7), (4, 9.0, 3), (4, 4.0, 9)])

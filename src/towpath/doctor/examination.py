@@ -4,7 +4,7 @@
     compute      all ranks at the same time
     reach        every machine tries to connect to every address of every other
     measure      pairs of machines, in rounds in which no machine is in two pairs
-    ways         where a machine is reached over a second interface: is it faster?
+    interfaces   where a machine is reached over a second interface: is it faster?
 
 What disturbs a measurement makes it worse, never better. So what looks wrong is measured again, and the best value
 counts.
@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
-_RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
+_RATE_SECONDS, _ROUNDS_SECONDS, _INTERFACE_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
 # What looks wrong is measured again so often, unless the examination would then take longer than so many seconds.
 _MOST_AGAIN, _MOST_SECONDS = 3, 50.0
@@ -71,9 +71,10 @@ class Examinee:
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
                 return measure(Peer(*question["peers"][0]), question["seconds"])
-            case _:
-                peers = [Peer(*peer) for peer in question["peers"]]
-                return [rates(peer, ("out",), _WAY_SECONDS)["out"] for peer in peers if len(peers) > 1]
+            case "interfaces":
+                return [rates(Peer(*peer), ("out",), _INTERFACE_SECONDS)["out"] for peer in question["peers"]]
+            case unknown:  # of a leader with another version of Towpath
+                raise ValueError(f"{unknown} is no question")
 
 
 class Examination:
@@ -221,8 +222,9 @@ class Examination:
             found[way] |= told[0]
             found[turned(way)] |= told[1]
         for ways in (pairs, backward):
-            for way, told in self._ask_paths(ways, peers, {"do": "ways"}).items():
-                rated = zip(peers[way], told, strict=False)  # there are no rates if there is only one
+            several = [way for way in ways if len(peers[way]) > 1]
+            for way, told in self._ask_paths(several, peers, {"do": "interfaces"}).items():
+                rated = zip(peers[way], told, strict=True)
                 found[way]["others"] = [{"interface": interface, "rate": rate} for interface, rate in rated]
         return found
 
