@@ -448,6 +448,17 @@ def test_a_question_of_another_version_fails() -> None:
     assert member.perform({"do": "dance"}) == {"failed": "ValueError: dance is no question"}
 
 
+def test_a_process_opens_ports_only_if_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SimpleNamespace] = []
+    monkeypatch.setattr(
+        examination, "Services", lambda: opened.append(SimpleNamespace(port=7, token="token")) or opened[0]
+    )
+    member = examination.Examinee(Place(number=1, world=2, leader="10.77.0.1", port=1))
+    assert not opened
+    assert [member.perform({"do": "facts"})["answer"]["services"] for _ in range(2)] == [[7, "token"]] * 2
+    assert len(opened) == 1
+
+
 @each(case=[(2, 3.0, 4), (2, 13.0, 3), (3, 5.0, 7), (4, 9.0, 3), (4, 4.0, 9)])
 def test_an_examination_measures_again_only_while_it_ends_within_a_minute(
     case: tuple[int, float, int], monkeypatch: pytest.MonkeyPatch

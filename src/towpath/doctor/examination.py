@@ -15,6 +15,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from towpath.doctor.compute import compute
@@ -44,8 +45,12 @@ class Examinee:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._services = Services()
         self.hello = {"machine": place.machine, "local": place.local, "host": socket.gethostname()}
+
+    @cached_property
+    def _services(self) -> Services:
+        """The services that the other machines measure with. Only the first process of a machine is asked for them."""
+        return Services()
 
     def perform(self, question: Any) -> Any:
         """Answer a question of the leader, or say why that has failed."""
