@@ -22,7 +22,7 @@ from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable
-from towpath.doctor.judge import Direction, judge, turned
+from towpath.doctor.judge import Direction, Pair, judge, turned
 from towpath.doctor.machine import machine_facts
 from towpath.doctor.paths import Peer, measure, rates, reach
 from towpath.doctor.services import Services
@@ -178,7 +178,7 @@ class Examination:
 
     # Pairs ------------------------------------------------------------------------------------------------------------
 
-    def _measure(self, pairs: Sequence[Direction]) -> None:
+    def _measure(self, pairs: Sequence[Pair]) -> None:
         self._say("who reaches whom")
         reached = self._reach([way for a, b in pairs for way in ((a, b), (b, a))])
         rounds = self._rounds(pairs)
@@ -190,7 +190,7 @@ class Examination:
                 self._ways[way] = better(self._ways.get(way), found)
             self._longest = max(self._longest, time.monotonic() - began)
 
-    def _rounds(self, pairs: Sequence[Direction]) -> list[list[Direction]]:
+    def _rounds(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         """Return the rounds in which these pairs are measured."""
         every = tournament(len(self._machines))
         return [found for each in every if (found := [pair for pair in each if pair in pairs])]
@@ -214,7 +214,7 @@ class Examination:
         return found
 
     def _measured(
-        self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
+        self, pairs: Sequence[Pair], reached: dict[Direction, list[Facts]], seconds: float
     ) -> dict[Direction, Facts]:
         """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
         backward = [turned(way) for way in pairs]
@@ -251,10 +251,10 @@ class Examination:
         return {asked[first]: told for first, told in self._leader.ask(questions, _LONG_SECONDS).items()}
 
 
-def tournament(count: int) -> list[list[Direction]]:
+def tournament(count: int) -> list[list[Pair]]:
     """Return rounds in which each of `count` meets every other once, and no one is in two pairs of a round."""
     players = [*range(count), *([-1] if count % 2 else [])]
-    rounds: list[list[Direction]] = []
+    rounds: list[list[Pair]] = []
     for _ in range(len(players) - 1):
         pairs = zip(players[: len(players) // 2], reversed(players[len(players) // 2 :]), strict=True)
         rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
