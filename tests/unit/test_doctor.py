@@ -387,6 +387,10 @@ def test_an_error_of_the_leader_is_not_one_of_its_network(monkeypatch: pytest.Mo
 # The time that an examination takes ----------------------------------------------------------------------------------
 
 
+def _place(number: int, world: int) -> Place:
+    return Place(number=number, world=world, leader="10.77.0.1", port=1, machine=str(number), key="key")
+
+
 class _Machines:
     """Machines of which the second loses large packets, on a clock of their own."""
 
@@ -394,7 +398,7 @@ class _Machines:
 
     def __init__(self, count: int, round_seconds: float) -> None:
         self.lost: dict[int, str] = {}
-        self.place = Place(number=0, world=count, leader="10.77.0.1", port=1)
+        self.place = _place(0, count)
         self.hellos = {n: {"machine": str(n), "local": 0, "host": f"node{n}"} for n in range(count)}
         self.links = {n: SimpleNamespace(here="10.77.0.1", there=f"10.77.0.{n + 1}") for n in range(1, count)}
         self.facts = cluster(count)
@@ -444,7 +448,7 @@ def test_interfaces_are_compared_only_where_a_machine_is_reached_over_several() 
 
 
 def test_a_question_of_another_version_fails() -> None:
-    member = examination.Examinee(Place(number=1, world=2, leader="10.77.0.1", port=1))
+    member = examination.Examinee(_place(1, 2))
     assert member.perform({"do": "dance"}) == {"failed": "ValueError: dance is no question"}
 
 
@@ -453,7 +457,7 @@ def test_a_process_opens_ports_only_if_it_is_asked_for_them(monkeypatch: pytest.
     monkeypatch.setattr(
         examination, "Services", lambda: opened.append(SimpleNamespace(port=7, token="token")) or opened[0]
     )
-    member = examination.Examinee(Place(number=1, world=2, leader="10.77.0.1", port=1))
+    member = examination.Examinee(_place(1, 2))
     assert not opened
     assert [member.perform({"do": "facts"})["answer"]["services"] for _ in range(2)] == [[7, "token"]] * 2
     assert len(opened) == 1

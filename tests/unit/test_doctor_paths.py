@@ -256,7 +256,7 @@ def test_a_host_that_does_not_come_is_asked_why() -> None:
 
 def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:
     (error,) = _Followers(place(1, 2, closed_port()), seconds=0.1).join()
-    elsewhere = Place(number=1, world=2, leader="192.0.2.1", port=1)
+    elsewhere = replace(place(1, 2, 1), leader="192.0.2.1")
     for leader, words in (
         (replace(elsewhere, leader=LOCAL), "itself"),
         (replace(elsewhere, leader="no-such-host.invalid"), "no address"),

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from towpath.doctor.channels import accepted, connect, listen, state_of
@@ -51,20 +51,20 @@ class Place:
         world: How many take part.
         leader: The host name or address of the leader.
         port: The port at which the leader listens.
-        hosts: The addresses of all, if there is no launcher.
-        local: Its number on its machine.
         machine: A name of its machine that is no other machine's.
         key: A text that only processes of this examination have.
+        hosts: The addresses of all, if there is no launcher.
+        local: Its number on its machine.
     """
 
     number: int
     world: int
     leader: str
     port: int
+    machine: str
+    key: str
     hosts: tuple[str, ...] = ()
     local: int = 0
-    machine: str = ""
-    key: str = ""
 
     @staticmethod
     def of_launcher(port: int) -> Place:
@@ -96,8 +96,10 @@ class Place:
                 f"--hosts: expected one address of this machine and one of each other; {sum(here)} are of this "
                 f"machine, which has {there}. Here {told}. Give the same addresses on all machines."
             )
-        place = Place(number=here.index(True), world=len(hosts), leader=hosts[0], port=port, hosts=hosts)
-        return replace(place, machine=str(place.number), key=",".join(hosts))
+        number, key = here.index(True), ",".join(hosts)
+        return Place(
+            number=number, world=len(hosts), leader=hosts[0], port=port, hosts=hosts, machine=str(number), key=key
+        )
 
 
 def _connected(host: str, port: int) -> JsonConnection:
@@ -118,9 +120,8 @@ class Leader:
         self.place, self._perform = place, perform
         self.links: dict[int, JsonConnection] = {}
         self.hellos: dict[int, Any] = {0: hello}
-        # Of those that did not come, how it ends to connect to them; and of those that do not answer, the question.
-        self.states: dict[int, str] = {}
-        self.lost: dict[int, str] = {}
+        self.states: dict[int, str] = {}  # how an attempt to connect to an absent host ended
+        self.lost: dict[int, str] = {}  # the question that a process did not answer
         try:
             self._listener = listen(place.port)
         except OSError as error:
