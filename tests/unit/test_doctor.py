@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -316,6 +317,15 @@ def test_a_machine_that_was_lost_is_one_finding() -> None:
     assert "LOST" in report(facts, priced(facts, judge(facts), describe_model("gpt-2.5b")))
 
 
+def test_a_machine_that_was_lost_at_the_first_question_has_a_name() -> None:
+    machines = _Machines(3, 1.0)
+    machines.lost[2] = "facts"
+    facts, found = Examination(cast(Leader, machines), lambda text: None).run()
+    (lost,) = (one for one in found if one.cause == "lost")
+    assert lost.machines == ("node2",) and lost.where == "rank 2 on node2"
+    assert [machine["name"] for machine in facts["machines"]] == ["node0", "node1"]
+
+
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
     facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))
@@ -365,31 +375,47 @@ def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)
 
 
+def test_an_error_of_the_leader_is_not_one_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("towpath.cli.doctor._lead", fails)
+    found = CliRunner().invoke(main.app, ["doctor", "--hosts", "127.0.0.1,192.0.2.1"])
+    assert isinstance(found.exception, OSError) and "UNREACHABLE" not in found.output
+
+
 # The time that an examination takes ----------------------------------------------------------------------------------
+
+
+def _place(number: int, world: int) -> Place:
+    return Place(number=number, world=world, leader="10.77.0.1", port=1, machine=str(number), key="key")
 
 
 class _Machines:
     """Machines of which the second loses large packets, on a clock of their own."""
 
     states: Mapping[int, str] = {}
-    lost: Mapping[int, str] = {}
 
     def __init__(self, count: int, round_seconds: float) -> None:
-        self.place = Place(number=0, world=count, leader="10.77.0.1", port=1)
+        self.lost: dict[int, str] = {}
+        self.place = _place(0, count)
         self.hellos = {n: {"machine": str(n), "local": 0, "host": f"node{n}"} for n in range(count)}
         self.links = {n: SimpleNamespace(here="10.77.0.1", there=f"10.77.0.{n + 1}") for n in range(1, count)}
-        self._facts = cluster(count)
+        self.facts = cluster(count)
         self._takes = {"facts": 1.0, "load": 5.0, "compute": 2.0, "reach": 0.2, "measure": round_seconds}
         self.now, self.rounds = 0.0, 0
+        self.compared: set[int] = set()  # those that were asked for the rates to several interfaces
 
     def ask(self, questions: Mapping[int, Facts], seconds: float) -> dict[int, Any]:
-        what = next(question["do"] for question in questions.values())
+        what = next((question["do"] for question in questions.values()), "")
         self.now += self._takes.get(what, 0.0)
         self.rounds += what == "measure"
-        return {number: self._answer(number, question) for number, question in questions.items()}
+        return {
+            number: self._answer(number, question) for number, question in questions.items() if number not in self.lost
+        }
 
     def _answer(self, number: int, question: Facts) -> Any:
-        machine, peers = self._facts["machines"][number], [peer[0] for peer in question.get("peers", ())]
+        machine, peers = self.facts["machines"][number], [peer[0] for peer in question.get("peers", ())]
         match question["do"]:
             case "facts":
                 return {key: value for key, value in machine.items() if key not in ("ranks", "loopback")}
@@ -403,10 +429,38 @@ class _Machines:
                     key: value for key, value in _way(0, 1).items() if key not in ("from", "to", "reach", "others")
                 }
                 return [found | {"stalls": stalls, "packet": 1400 if stalls else 1500}] * 2
+            case "interfaces":
+                self.compared.add(number)
+                return [RATE] * len(peers)
             case "loopback":
                 return 5e9
             case _:
                 return []
+
+
+def test_interfaces_are_compared_only_where_a_machine_is_reached_over_several() -> None:
+    machines = _Machines(3, 1.0)
+    machines.facts["machines"][1]["interfaces"].append(_interface("wlan0", "10.88.0.2"))
+    facts, _ = Examination(cast(Leader, machines), lambda text: None).run()
+    assert machines.compared == {0, 2}
+    others = [(way["from"], way["to"], *(each["interface"] for each in way["others"])) for way in facts["ways"]]
+    assert [way for way in others if len(way) > 2] == [(0, 1, "eth0", "wlan0"), (2, 1, "eth0", "wlan0")]
+
+
+def test_a_question_of_another_version_fails() -> None:
+    member = examination.Examinee(_place(1, 2))
+    assert member.perform({"do": "dance"}) == {"failed": "ValueError: dance is no question"}
+
+
+def test_a_process_opens_ports_only_if_it_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[SimpleNamespace] = []
+    monkeypatch.setattr(
+        examination, "Services", lambda: opened.append(SimpleNamespace(port=7, token="token")) or opened[0]
+    )
+    member = examination.Examinee(_place(1, 2))
+    assert not opened
+    assert [member.perform({"do": "facts"})["answer"]["services"] for _ in range(2)] == [[7, "token"]] * 2
+    assert len(opened) == 1
 
 
 @each(case=[(2, 3.0, 4), (2, 13.0, 3), (3, 5.0, 7), (4, 9.0, 3), (4, 4.0, 9)])

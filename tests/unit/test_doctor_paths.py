@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.cases import each
-from towpath.doctor import paths
-from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
+from towpath.doctor import gathering, paths
+from towpath.doctor.gathering import Leader, LeaderLostError, Place, follow, why_unreachable
 from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
 from towpath.doctor.paths import Peer, measure, reach
 from towpath.doctor.services import Services
@@ -190,6 +192,62 @@ def test_strangers_are_not_let_in() -> None:
     assert followers.join() == [("found", 0)]
 
 
+class _Link:
+    """A connection to a leader, on a clock of its own: each message comes after some seconds, or an error instead."""
+
+    def __init__(self, *messages: tuple[float, Any]) -> None:
+        self._messages = iter(messages)
+
+    def receive(self, seconds: float) -> Any:
+        after, message = next(self._messages)
+        if after > seconds:
+            raise TimeoutError
+        if isinstance(message, OSError):
+            raise message
+        return message
+
+    def send(self, message: Any, seconds: float) -> None: ...
+
+    def __enter__(self) -> _Link:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def follows(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Follow a leader that sends these messages, with a limit for the others to come."""
+
+    def follow_link(seconds: float, *messages: tuple[float, Any]) -> Any:
+        monkeypatch.setattr(gathering, "_welcomed", lambda *_: _Link(*messages))
+        return follow(place(1, 3, 1), lambda question: {"answer": None}, {}, seconds)
+
+    return follow_link
+
+
+@each(seconds=[30.0, 300.0, 900.0])
+def test_a_machine_that_came_first_stays_until_all_have_come(seconds: float, follows: Callable[..., Any]) -> None:
+    end = {"do": "end", "text": "found", "status": 1}
+    assert follows(seconds, (seconds, {"do": "load"}), (250.0, end)) == ("found", 1)
+
+
+@each(
+    message=[
+        (0.0, ConnectionError("its connection has ended")),
+        (0.0, ConnectionResetError(errno.ECONNRESET, "reset")),
+        (1e9, None),  # it falls silent
+    ]
+)
+def test_a_leader_that_is_lost_is_neither_another_program_nor_a_firewall(
+    message: tuple[float, Any], follows: Callable[..., Any]
+) -> None:
+    with pytest.raises(LeaderLostError) as caught:
+        follows(30.0, (0.0, {"do": "load"}), message)
+    found = why_unreachable(place(1, 3, 29511), caught.value)
+    assert found.cause == "unreachable" and f"lost its connection to the first machine, {LOCAL}" in found.summary
+    assert found.remedy[0].startswith(f"See what {LOCAL} printed")
+
+
 def test_a_host_that_does_not_come_is_asked_why() -> None:
     leader = Leader(place(0, 2, closed_port(), hosts=(LOCAL, LOCAL)), lambda question: None, {})
     leader.gather(0, lambda text: None)
@@ -198,7 +256,7 @@ def test_a_host_that_does_not_come_is_asked_why() -> None:
 
 def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:
     (error,) = _Followers(place(1, 2, closed_port()), seconds=0.1).join()
-    elsewhere = Place(number=1, world=2, leader="192.0.2.1", port=1)
+    elsewhere = replace(place(1, 2, 1), leader="192.0.2.1")
     for leader, words in (
         (replace(elsewhere, leader=LOCAL), "itself"),
         (replace(elsewhere, leader="no-such-host.invalid"), "no address"),

@@ -76,14 +76,14 @@ def doctor(
     listed = tuple(filter(None, (host.strip() for host in (hosts or "").split(","))))
     place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
     member = Examinee(place)
-    try:
-        if place.number:
+    if place.number == 0:
+        text, status = _lead(place, member, wait, described, output)
+    else:
+        try:
             text, status = follow(place, member.perform, member.hello, wait)
-        else:
-            text, status = _lead(place, member, wait, described, output)
-    except OSError as error:
-        print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
-        raise typer.Exit(_FOUND) from None
+        except OSError as error:
+            print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
+            raise typer.Exit(_FOUND) from None
     if place.hosts or place.number == 0:
         print(text, end="", flush=True)
     raise typer.Exit(status)

@@ -4,7 +4,7 @@
     compute      all ranks at the same time
     reach        every machine tries to connect to every address of every other
     measure      pairs of machines, in rounds in which no machine is in two pairs
-    ways         where a machine is reached over a second interface: is it faster?
+    interfaces   where a machine is reached over a second interface: is it faster?
 
 What disturbs a measurement makes it worse, never better. So what looks wrong is measured again, and the best value
 counts.
@@ -15,13 +15,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from towpath.doctor.compute import compute
 from towpath.doctor.findings import Finding
 from towpath.doctor.gathering import Leader, Place
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable
-from towpath.doctor.judge import Direction, judge, turned
+from towpath.doctor.judge import Direction, Pair, judge, turned
 from towpath.doctor.machine import machine_facts
 from towpath.doctor.paths import Peer, measure, rates, reach
 from towpath.doctor.services import Services
@@ -30,7 +31,7 @@ Facts = dict[str, Any]
 
 _COMPUTE_SECONDS, _LOOPBACK_SECONDS = 1.5, 0.3
 # Each rate is measured for so long, so that all rounds together take less than half a minute.
-_RATE_SECONDS, _ROUNDS_SECONDS, _WAY_SECONDS = 1.0, 5.0, 0.4
+_RATE_SECONDS, _ROUNDS_SECONDS, _INTERFACE_SECONDS = 1.0, 5.0, 0.4
 _ASK_SECONDS, _LONG_SECONDS = 15.0, 45.0
 # What looks wrong is measured again so often, unless the examination would then take longer than so many seconds.
 _MOST_AGAIN, _MOST_SECONDS = 3, 50.0
@@ -44,8 +45,12 @@ class Examinee:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._services = Services()
         self.hello = {"machine": place.machine, "local": place.local, "host": socket.gethostname()}
+
+    @cached_property
+    def _services(self) -> Services:
+        """The services that the other machines measure with. Only the first process of a machine is asked for them."""
+        return Services()
 
     def perform(self, question: Any) -> Any:
         """Answer a question of the leader, or say why that has failed."""
@@ -71,9 +76,10 @@ class Examinee:
                 return reach([Peer(*peer) for peer in question["peers"]], interfaces())
             case "measure":
                 return measure(Peer(*question["peers"][0]), question["seconds"])
-            case _:
-                peers = [Peer(*peer) for peer in question["peers"]]
-                return [rates(peer, ("out",), _WAY_SECONDS)["out"] for peer in peers if len(peers) > 1]
+            case "interfaces":
+                return [rates(Peer(*peer), ("out",), _INTERFACE_SECONDS)["out"] for peer in question["peers"]]
+            case unknown:  # of a leader with another version of Towpath
+                raise ValueError(f"{unknown} is no question")
 
 
 class Examination:
@@ -122,7 +128,10 @@ class Examination:
             "machines": self._machines,
             "ways": [self._ways[way] for way in sorted(self._ways, key=lambda way: (*sorted(way), way))],
             "absent": [{"name": name, "state": leader.states.get(number)} for number, name in names.items()],
-            "lost": [{"rank": number, "asked": asked} for number, asked in sorted(leader.lost.items())],
+            "lost": [
+                {"rank": number, "host": leader.hellos[number]["host"], "asked": asked}
+                for number, asked in sorted(leader.lost.items())
+            ],
         }
 
     # One machine or rank alone ----------------------------------------------------------------------------------------
@@ -169,7 +178,7 @@ class Examination:
 
     # Pairs ------------------------------------------------------------------------------------------------------------
 
-    def _measure(self, pairs: Sequence[Direction]) -> None:
+    def _measure(self, pairs: Sequence[Pair]) -> None:
         self._say("who reaches whom")
         reached = self._reach([way for a, b in pairs for way in ((a, b), (b, a))])
         rounds = self._rounds(pairs)
@@ -181,7 +190,7 @@ class Examination:
                 self._ways[way] = better(self._ways.get(way), found)
             self._longest = max(self._longest, time.monotonic() - began)
 
-    def _rounds(self, pairs: Sequence[Direction]) -> list[list[Direction]]:
+    def _rounds(self, pairs: Sequence[Pair]) -> list[list[Pair]]:
         """Return the rounds in which these pairs are measured."""
         every = tournament(len(self._machines))
         return [found for each in every if (found := [pair for pair in each if pair in pairs])]
@@ -205,7 +214,7 @@ class Examination:
         return found
 
     def _measured(
-        self, pairs: Sequence[Direction], reached: dict[Direction, list[Facts]], seconds: float
+        self, pairs: Sequence[Pair], reached: dict[Direction, list[Facts]], seconds: float
     ) -> dict[Direction, Facts]:
         """Measure pairs that share no machine, all at the same time. The one that can connect to the other measures."""
         backward = [turned(way) for way in pairs]
@@ -218,8 +227,9 @@ class Examination:
             found[way] |= told[0]
             found[turned(way)] |= told[1]
         for ways in (pairs, backward):
-            for way, told in self._ask_paths(ways, peers, {"do": "ways"}).items():
-                rated = zip(peers[way], told, strict=False)  # there are no rates if there is only one
+            several = [way for way in ways if len(peers[way]) > 1]
+            for way, told in self._ask_paths(several, peers, {"do": "interfaces"}).items():
+                rated = zip(peers[way], told, strict=True)
                 found[way]["others"] = [{"interface": interface, "rate": rate} for interface, rate in rated]
         return found
 
@@ -241,10 +251,10 @@ class Examination:
         return {asked[first]: told for first, told in self._leader.ask(questions, _LONG_SECONDS).items()}
 
 
-def tournament(count: int) -> list[list[Direction]]:
+def tournament(count: int) -> list[list[Pair]]:
     """Return rounds in which each of `count` meets every other once, and no one is in two pairs of a round."""
     players = [*range(count), *([-1] if count % 2 else [])]
-    rounds: list[list[Direction]] = []
+    rounds: list[list[Pair]] = []
     for _ in range(len(players) - 1):
         pairs = zip(players[: len(players) // 2], reversed(players[len(players) // 2 :]), strict=True)
         rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])

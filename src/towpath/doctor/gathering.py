@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from towpath.doctor.channels import accepted, connect, listen, state_of
@@ -28,7 +28,13 @@ PORT = 29511
 Perform = Callable[[Any], Any]
 
 _GREET_SECONDS, _PAUSE_SECONDS = 5.0, 0.2
-_SILENT_SECONDS = 90.0  # no question takes longer
+# A leader that ends closes the connection, so this only bounds the wait for one that falls silent. It has to be longer
+# than all measurements between machines, during which most ranks are asked nothing.
+_SILENT_SECONDS = 300.0
+
+
+class LeaderLostError(OSError):
+    """A connection to the leader that broke, or fell silent, after the leader had welcomed this process."""
 
 
 def is_launched() -> bool:
@@ -45,20 +51,20 @@ class Place:
         world: How many take part.
         leader: The host name or address of the leader.
         port: The port at which the leader listens.
-        hosts: The addresses of all, if there is no launcher.
-        local: Its number on its machine.
         machine: A name of its machine that is no other machine's.
         key: A text that only processes of this examination have.
+        hosts: The addresses of all, if there is no launcher.
+        local: Its number on its machine.
     """
 
     number: int
     world: int
     leader: str
     port: int
+    machine: str
+    key: str
     hosts: tuple[str, ...] = ()
     local: int = 0
-    machine: str = ""
-    key: str = ""
 
     @staticmethod
     def of_launcher(port: int) -> Place:
@@ -90,8 +96,10 @@ class Place:
                 f"--hosts: expected one address of this machine and one of each other; {sum(here)} are of this "
                 f"machine, which has {there}. Here {told}. Give the same addresses on all machines."
             )
-        place = Place(number=here.index(True), world=len(hosts), leader=hosts[0], port=port, hosts=hosts)
-        return replace(place, machine=str(place.number), key=",".join(hosts))
+        number, key = here.index(True), ",".join(hosts)
+        return Place(
+            number=number, world=len(hosts), leader=hosts[0], port=port, hosts=hosts, machine=str(number), key=key
+        )
 
 
 def _connected(host: str, port: int) -> JsonConnection:
@@ -112,9 +120,8 @@ class Leader:
         self.place, self._perform = place, perform
         self.links: dict[int, JsonConnection] = {}
         self.hellos: dict[int, Any] = {0: hello}
-        # Of those that did not come, how it ends to connect to them; and of those that do not answer, the question.
-        self.states: dict[int, str] = {}
-        self.lost: dict[int, str] = {}
+        self.states: dict[int, str] = {}  # how an attempt to connect to an absent host ended
+        self.lost: dict[int, str] = {}  # the question that a process did not answer
         try:
             self._listener = listen(place.port)
         except OSError as error:
@@ -193,11 +200,16 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
         The text and the exit code with which the leader ended.
 
     Raises:
-        OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
+        LeaderLostError: The connection broke while the leader examined. `why_unreachable` says more, too.
+        OSError: The leader could not be reached. `why_unreachable` says more.
     """
     with _welcomed(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds) as link:
-        while (question := link.receive(_SILENT_SECONDS))["do"] != "end":
-            link.send(perform(question), _SILENT_SECONDS)
+        try:
+            # The leader may wait as long for others to come before it asks this process anything.
+            while (question := link.receive(seconds + _SILENT_SECONDS))["do"] != "end":
+                link.send(perform(question), _SILENT_SECONDS)
+        except OSError as error:
+            raise LeaderLostError(*error.args) from error
     return question["text"], question["status"]
 
 
@@ -224,9 +236,11 @@ def _welcomed(place: Place, hello: Any, until: float) -> JsonConnection:
 
 
 def why_unreachable(place: Place, error: OSError) -> Finding:
-    """Return why this process does not reach the leader, as far as it can be seen from here alone."""
+    """Return why this process does not reach the leader, or no longer, as far as it can be seen from here alone."""
     addresses, here, state = resolved(place.leader), socket.gethostname(), state_of(error)
-    if not addresses:
+    if isinstance(error, LeaderLostError):
+        state = "lost"
+    elif not addresses:
         state = "no address"
     elif not any(map(is_usable, addresses)) or interface_of(addresses[0], interfaces()):
         state = "it is this machine itself"

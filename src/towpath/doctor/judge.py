@@ -16,7 +16,8 @@ from towpath.doctor.findings import Finding, Severity, finding
 from towpath.doctor.interfaces import is_loopback, is_usable
 from towpath.progress import format_rate
 
-Direction = tuple[int, int]
+Direction = tuple[int, int]  # the machine that sends, and the one that receives
+Pair = tuple[int, int]  # the machine with the smaller number first
 
 _PAYLOAD = 0.94  # of the rate of a cable, after the headers of Ethernet, IP and TCP
 _SLOW, _FASTER_WAY, _SLOW_RANK, _SLOW_COPIES = 0.7, 1.4, 0.65, 0.5
@@ -29,7 +30,7 @@ _OWN = ("IFNAME", "HCA", "HOSTID", "TOPO", "GRAPH", "DEBUG")  # variables that m
 
 
 def judge(facts: Mapping[str, Any]) -> list[Finding]:
-    """Return what is wrong, what ends training first, and of what slows it the slowest cable first."""
+    """Return the findings: first those that stop training, then by the slowest cable."""
     case = _Case(facts)
     # In this order: what an earlier check explains is not looked at by later ones.
     reachable = (_absent, _names, _unreachable, _shared_addresses)
@@ -43,7 +44,7 @@ def turned(way: Direction) -> Direction:
     return way[1], way[0]
 
 
-def pairs_of(ways: Iterable[Direction]) -> tuple[Direction, ...]:
+def pairs_of(ways: Iterable[Direction]) -> tuple[Pair, ...]:
     """Return the pairs of machines between which these directions are."""
     return tuple(sorted({(min(way), max(way)) for way in ways}))
 
@@ -175,7 +176,9 @@ def _absent(case: _Case) -> Iterator[Finding]:
         else:
             yield finding("absent", [each["name"]], each["name"], state=each["state"])
     for each in case.facts["lost"]:
-        of = next((m["name"] for m in case.machines if each["rank"] in [r["rank"] for r in m["ranks"]]), "?")
+        # A machine that was lost at the first question is not among the machines.
+        named = (m["name"] for m in case.machines if each["rank"] in [rank["rank"] for rank in m["ranks"]])
+        of = next(named, each.get("host", "?"))
         yield finding("lost", [of], f"rank {each['rank']} on {of}", [f"it was asked for: {each['asked']}"])
 
 
