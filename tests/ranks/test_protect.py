@@ -652,6 +652,21 @@ def test_another_job_in_the_memory_of_a_node_is_named_on_all_ranks(tmp_path: Pat
     saver.close()
 
 
+@on_ranks(4)
+def test_a_load_without_a_snapshot_leaves_the_memory_to_another_job(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    for name in ("job1", "job2", "job3"):
+        with patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": name}):
+            loaded = checkpoint.load(root, job.state)
+        assert (loaded is not None) is (name == "job3")
+        dist.barrier()
+        if name == "job2":
+            assert checkpoint.save(root, 1, job.state).ok
+    with patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "job4"}):
+        assert checkpoint.load(root, job.state) is not None
+
+
 # --- loads in the midst of a training ---------------------------------------------------------------------------------
 
 

@@ -109,10 +109,13 @@ def load(where: str | Path, state: State) -> Loaded | None:
         if ranks is not None and state.snapshot is None:
             # A snapshot that is newer would be taken for one of the run that begins here.
             control.each(ranks.remove_snapshots)
+            ranks.memory.release()  # nothing there is needed, and `Snapshots` holds it anew
         return loaded
     if notes:
         advice = f" To begin anew, remove {ranks.memory} on every node." if found and ranks is not None else ""
         raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}{advice}")
+    if ranks is not None:
+        ranks.memory.release()
     return None
 
 
