@@ -66,8 +66,9 @@ def test_a_file_for_training_sets_the_steps_between_snapshots() -> None:
     assert Config.from_dict({"strategy": {"name": "mics"}}).strategy.build(Topology(2, 2)).protect is None
     with pytest.raises(ConfigError, match=r"strategy.protect = -1: expected 0 or more"):
         Config.from_dict({"strategy": {"protect": -1}})
-    with pytest.raises(ConfigError, match=r"strategy.protect = 5: expected 0 with parallel.pipeline = 2"):
-        Config.from_dict({"strategy": {"protect": 5}, "parallel": {"pipeline": 2}})
+    for which in ("pipeline", "tensor"):
+        with pytest.raises(ConfigError, match=f"strategy.protect = 5: expected 0 with parallel.{which} = 2; Saver"):
+            Config.from_dict({"strategy": {"protect": 5}, "parallel": {which: 2}})
 
 
 # --- which node holds what --------------------------------------------------------------------------------------------

@@ -230,5 +230,6 @@ def test_a_file_for_training_sets_shares() -> None:
     assert built(name="mics", shares="auto") == "auto" and built(name="mics") is None
     with pytest.raises(ConfigError, match=r"strategy.shares='quick': expected a number above 0"):
         built(name="mics", shares="quick")
-    with pytest.raises(ConfigError, match=r"strategy.shares = 'auto': expected none with parallel.pipeline = 2"):
-        Config.from_dict({"strategy": {"shares": "auto"}, "parallel": {"pipeline": 2}})
+    for which in ("pipeline", "tensor"):
+        with pytest.raises(ConfigError, match=f"strategy.shares = 'auto': expected none with parallel.{which} = 2"):
+            Config.from_dict({"strategy": {"shares": "auto"}, "parallel": {which: 2}})

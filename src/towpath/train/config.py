@@ -359,11 +359,12 @@ class Config:
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
                 "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
-        if self.strategy.protect:
-            self.strategy.refuse("protect", f"0 with parallel.pipeline = {parallel.pipeline}, which takes no snapshots")
-        if self.strategy.shares:
-            self.strategy.refuse("shares", f"none with parallel.pipeline = {parallel.pipeline}")
         which = "pipeline" if parallel.pipeline > 1 else "tensor"
+        setting = f"parallel.{which} = {getattr(parallel, which)}"
+        if self.strategy.protect:
+            self.strategy.refuse("protect", f"0 with {setting}; Saver.protect in your own loop takes snapshots")
+        if self.strategy.shares:
+            self.strategy.refuse("shares", f"none with {setting}")
         missing = {
             "train.compile": train.compile,
             "train.optimizer = muon": parallel.tensor > 1 and train.optimizer == "muon",
