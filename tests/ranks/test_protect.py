@@ -33,7 +33,7 @@ from towpath.checkpoint.manifest import step_of
 from towpath.codecs import exact
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import chain, owner_stepped
-from towpath.protect import buddies, snapshots
+from towpath.protect import buddies, snapshots, warm
 from towpath.protect.memory import memory_of
 
 
@@ -491,6 +491,20 @@ def test_a_long_wait_for_a_snapshot_is_told_once(tmp_path: Path) -> None:
 
 
 # --- savers -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_warm_process_is_started_only_if_later_ranks_look_for_one(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, started = Job("paro-iig"), list[bool]()
+    for forks in (False, True):  # a loop of one's own, and `towpath train`
+        with (
+            patch.object(warm, "forks", forks),
+            patch.object(snapshots, "start_keeper", lambda _, warm: started.append(warm)),
+            closing(checkpoint.Saver(tmp_path / "root", job.state)) as saver,
+        ):
+            saver.protect(1)
+    assert started == ([] if rank() % 2 else [False, True])
 
 
 @on_ranks(4)

@@ -128,6 +128,7 @@ def test_a_rank_is_what_a_fresh_process_would_be(served: Node) -> None:
     forked, expected = found
     assert forked.pop("orig_argv")[1:] == ["-m", "towpath", "train", "state"] != expected.pop("orig_argv")[1:]
     assert len(set(forked.pop("descriptors")) - set(expected.pop("descriptors"))) == 1  # the pipe to the stub
+    assert forked.pop("forks") and not expected.pop("forks")
     for state in (forked, expected):  # each has its own
         del state["random"]
     assert forked == expected
@@ -244,11 +245,12 @@ def test_without_an_answer_a_process_starts_as_usual(node: Node, kind: str) -> N
         if kind == "not ours":
             node.base.chmod(0o777)
         program += "warm._ANSWER_SECONDS = 0.05; " if kind == "no answer" else ""
-        program += "sys.argv[1:] = ['train']; warm.run_warm(); print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+        program += "sys.argv[1:] = ['train']; warm.run_warm(); "
+        program += "print(warm.forks, signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
         with node.start("-c", program) as process:
             if kind == "closed at once":
                 listener.accept()[0].close()
-            assert process.communicate() == ("set()\n", "")
+            assert process.communicate() == ("True set()\n", "")
 
 
 def test_a_rank_whose_stub_has_given_up_does_nothing(served: Node, monkeypatch: pytest.MonkeyPatch) -> None:

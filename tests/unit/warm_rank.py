@@ -17,6 +17,7 @@ from types import FrameType
 import numpy.random as np_random
 
 from towpath.cli import main as command
+from towpath.protect import warm
 
 
 def act() -> None:
@@ -48,6 +49,7 @@ def _print_state() -> None:
         "random": [random.random(), np_random.rand()],
         "argv": sys.argv,
         "orig_argv": sys.orig_argv,
+        "forks": warm.forks,
         "main": sys.modules["__main__"].__spec__.name,
         "folder": str(Path.cwd()),
         "environ": {name: os.environ.get(name) for name in names},

@@ -35,7 +35,7 @@ from towpath.core.strategy import Protect
 from towpath.daemons import start_daemon
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
-from towpath.protect import timeline
+from towpath.protect import timeline, warm
 from towpath.protect.buddies import BuddyExchange, NodeLinks, SentFile, buddy_of, plan_files
 from towpath.protect.keeper import start_keeper
 from towpath.protect.memory import NodeMemory, memory_of
@@ -131,7 +131,7 @@ class Snapshots:
         if self._ranks.leads:
             self._memory.sweep()
             self._ranks.remove_snapshots(but=self._state.snapshot)
-            start_keeper(self._memory, warm=self._everyone.device.type == "cpu")
+            start_keeper(self._memory, warm=warm.forks and self._everyone.device.type == "cpu")
         atexit.register(self._note_end)
 
     def _note_end(self) -> None:

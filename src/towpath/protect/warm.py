@@ -60,6 +60,7 @@ _OF_ONE_START = re.compile(
 )
 _STATUS = re.compile(r"(Umask|Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp|Cpus_allowed|Mems_allowed):.*")
 
+forks = False  # whether this rank's successors look for a warm process: those of `python -m towpath train`
 _is_fork = False  # of a warm process, which must not look for one
 
 
@@ -85,8 +86,10 @@ def identity() -> str:
 
 def run_warm() -> None:
     """Run this command in a fork of a warm process, and end as that does. Return if there is none in the same state."""
+    global forks
     is_observed = sys.gettrace() or sys.getprofile()
-    if sys.platform != "linux" or _is_fork or is_observed or sys.argv[1:2] != ["train"]:
+    forks = sys.platform == "linux" and not is_observed and sys.argv[1:2] == ["train"]
+    if not forks or _is_fork:
         return
     mask, lifeline = signal.pthread_sigmask(signal.SIG_BLOCK, ()), os.pipe()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
