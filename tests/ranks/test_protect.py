@@ -34,7 +34,7 @@ from towpath.codecs import exact
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import chain, owner_stepped
 from towpath.protect import buddies, snapshots, warm
-from towpath.protect.memory import memory_of
+from towpath.protect.memory import NodeMemory, memory_of
 
 
 @pytest.fixture
@@ -450,6 +450,23 @@ def _fail_in_a_snapshot(nodes: Path, shape: Topology) -> list[tuple[int, list[st
     assert step_of(memory_of(root).snapshots()[0]) == 4
     saver.close()
     return found
+
+
+@on_ranks(4)
+def test_an_old_snapshot_that_cannot_be_removed_stays_until_the_next_one(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    saver = checkpoint.Saver(root, job.state)
+    job.train([1, 2], saver)
+    fails = _failing(NodeMemory, "remove", OSError(5, "Input/output error"))
+    with fails if rank() == 2 else nullcontext(), logged(level=logging.WARNING) as lines:
+        job.train([3, 4], saver)
+    assert any("rank 2: old snapshots stay" in line for line in lines) is (rank() == 2), lines
+    for expected in ([4, 2] if rank() >= 2 else [4], [6]):
+        dist.barrier()
+        assert [step_of(path) for path in memory_of(root).snapshots()] == expected
+        dist.barrier()
+        job.train([5, 6], saver)
 
 
 def test_a_dead_rank_hangs_nobody_whose_snapshot_waits_for_it(nodes: Path) -> None:

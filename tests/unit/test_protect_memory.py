@@ -145,6 +145,16 @@ def test_a_killed_rank_holds_nothing_and_its_snapshots_stay(rank: subprocess.Pop
     assert memory.remove_if_unheld() and list(memory.path.parent.iterdir()) == []
 
 
+def test_what_a_killed_process_had_begun_to_remove_is_in_no_later_one_s_way(memory: NodeMemory) -> None:
+    for name in ("step-000005.replaced", f"../{memory.path.name}.removed-{os.getpid()}"):
+        (memory.path / name / "left").mkdir(parents=True)
+    _write(memory, 5)
+    memory.remove(5)
+    assert memory.snapshots() == []
+    memory.close()
+    assert list(memory.path.parent.iterdir()) == []
+
+
 def test_a_job_whose_ranks_are_alive_is_named_to_another_one(
     rank: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

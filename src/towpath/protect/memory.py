@@ -106,6 +106,7 @@ def lock(path: Path, how: int) -> int | None:
 def _take_away(folder: Path, ending: str) -> None:
     """Remove a folder, if it is there. It gets an ending to its name first, so no process sees a part of it."""
     gone = folder.with_name(folder.name + ending)
+    shutil.rmtree(gone, ignore_errors=True)  # left by a process that was killed: pids repeat in containers
     with suppress(FileNotFoundError):
         folder.rename(gone)
     shutil.rmtree(gone, ignore_errors=True)

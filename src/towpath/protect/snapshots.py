@@ -275,7 +275,10 @@ class Snapshots:
         control.each(lambda: self._check_copies(folder, manifest, sent))
         control.each(lambda: self._publish(step, folder, manifest))
         self._base, self._sends_all = step, False
-        self._ranks.remove_snapshots(but=memory.folder_of(step))  # also one that other nodes could not publish
+        try:
+            self._ranks.remove_snapshots(but=memory.folder_of(step))  # also one that other nodes could not publish
+        except OSError as error:  # the new one is complete
+            _LOG.warning("rank %d: old snapshots stay until the next one is taken: %s", self._everyone.rank, error)
 
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
         """Return the folder for this node's files, or raise if its memory has no room for them."""
