@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
 import signal
 import socket
@@ -486,8 +487,18 @@ def test_islands_weigh_as_much_as_the_steps_since_their_last_result(jobs: Jobs, 
 
 
 def _join(outer: Outer, damages: bool = False) -> Any:
-    """Begin with another island. The first one damages the slow weights that it sends first."""
+    """Begin with another island. It does not get the slow weights at first, and then the first one damages them."""
     run = _Training(outer, "zero3")
+    receive = islands._receive  # pyright: ignore[reportPrivateUsage]
+
+    def time_out_once(*_: Any) -> Any:
+        islands._receive = receive  # pyright: ignore[reportPrivateUsage]
+        arriving: Future[list[torch.Tensor]] = Future()
+        arriving.set_exception(TimeoutError())  # has no text
+        return arriving
+
+    if damages:
+        islands._receive = time_out_once  # pyright: ignore[reportPrivateUsage]
     towpath.meet_islands(run.model)
     make, damaged = run.sync._group, list[bool]()
 
@@ -511,9 +522,10 @@ def _join(outer: Outer, damages: bool = False) -> Any:
 
 def test_slow_weights_that_arrive_damaged_are_not_taken(jobs: Jobs, meet: str) -> None:
     found = [each.result()[0] for each in [jobs.start(_join, at(PLAIN, meet), True) for _ in "ab"]]
-    assert sorted(number for number, *_ in found) == [0, 2], "it came again"
+    assert sorted(number for number, *_ in found) == [0, 3], "it came again, twice"
     assert differing(found[0][1], found[1][1]) == []
-    assert any("another digest" in text for *_, said, _ in found for text in said)
+    for reason in ("TimeoutError", "another digest"):
+        assert any(reason in text for *_, said, _ in found for text in said)
 
 
 def _train_until_joined(outer: Outer, folder: Path) -> Any:
@@ -590,25 +602,29 @@ def test_an_island_that_finds_nobody_says_where_it_looked(pairs: Jobs) -> None:
         assert "no island was found at 192.0.2.1:29600 in 3 s" in told
 
 
-def _average_in_vain(outer: Outer) -> str:
+def _average_in_vain(outer: Outer) -> tuple[str, list[str]]:
     run = _Training(outer, "zero3")
     towpath.meet_islands(run.model)
     run.train(0, 1)
 
+    errors = itertools.cycle([ValueError(), TimeoutError(), RuntimeError("no sum")])  # some have no text
+
     def no_sum(*_: object) -> None:
-        raise RuntimeError("no sum")
+        raise next(errors)
 
     run.sync._sum = no_sum
     try:
         towpath.average_islands(run.model)
     except StepError as error:
-        return str(error)
-    return ""
+        return str(error), run.said
+    return "", run.said
 
 
 def test_islands_that_cannot_average_their_weights_say_so(jobs: Jobs, meet: str) -> None:
-    (told,) = jobs.start(_average_in_vain, at(PLAIN, meet)).result()
-    assert "failed to average their weights" in told and "island 0: no sum" in told
+    ((told, said),) = jobs.start(_average_in_vain, at(PLAIN, meet)).result()
+    assert "failed to average their weights" in told and "island 0: ValueError" in told
+    for reason in ("TimeoutError", "no sum"):
+        assert any(f"island 0: {reason}" in text for text in said)
 
 
 def _join_as_weights_arrive_in_an_exchange(outer: Outer) -> Any:

@@ -55,7 +55,7 @@ from towpath.outer.register import Key, Message, key_of
 from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
 from towpath.topology.between_jobs import group_between_jobs, open_store
 from towpath.topology.groups import rendezvous_address
-from towpath.topology.together import AllRanks
+from towpath.topology.together import AllRanks, described
 from towpath.version import __version__
 
 _LOG = logger("outer")
@@ -173,7 +173,8 @@ class IslandSync(OuterSync):
 
         def have_arrived() -> bool:
             ended = arriving.done()
-            found = self._inside.all_gather_objects((ended, str(arriving.exception() or "") if ended else ""))
+            failure = described(error) if ended and (error := arriving.exception()) else ""
+            found = self._inside.all_gather_objects((ended, failure))
             if problem := next((problem for _, problem in found if problem), ""):
                 raise StepError(f"the slow weights of island {donor} did not arrive: {problem}")
             return all(ended for ended, _ in found)
@@ -266,7 +267,8 @@ class IslandSync(OuterSync):
             sums = sum((2 * i + 1) * int(checksum(part.difference)) for i, part in enumerate(exchange.parts))
         except (RuntimeError, ValueError, OSError, TowpathError) as error:
             # PyTorch fails to describe a failure in a group that it has not made itself. The cause is behind that.
-            problem = str(error.__context__ if isinstance(error, ValueError) else error).partition("\n")[0]
+            cause = (isinstance(error, ValueError) and error.__context__) or error
+            problem = str(cause).partition("\n")[0] or type(cause).__name__  # an empty one is a vote for the sum
             self._disconnect()  # the others must not wait for this one
         finally:
             self._idle.set()
