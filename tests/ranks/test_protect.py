@@ -279,6 +279,21 @@ def test_a_new_node_without_room_is_named_with_the_remedy(tmp_path: Path) -> Non
         checkpoint.load(root, Job("paro-iig").state)
 
 
+@on_ranks(4)
+def test_the_time_of_a_loss_is_forgotten_if_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    enter(tmp_path / "nodes")
+    job, root = Job("paro-iig"), tmp_path / "root"
+    job.train([1, 2], first := checkpoint.Saver(root, job.state))
+    memory_of(root).note(snapshots.NOTICED, 1.0)  # by a rank that ends
+    first._release()
+    assert checkpoint.save(root, 3, job.state).ok
+    loaded = checkpoint.load(root, job.state)
+    assert loaded is not None and loaded.step == 3
+    with closing(checkpoint.Saver(root, job.state)) as saver:
+        saver.protect(4)
+        assert memory_of(root).noted(snapshots.NOTICED) is None
+
+
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 

@@ -131,6 +131,7 @@ class Snapshots:
         if self._ranks.leads:
             self._memory.sweep()
             self._ranks.remove_snapshots(but=self._state.snapshot)
+            self._memory.forget(NOTICED)  # of a loss after which a checkpoint was loaded
             start_keeper(self._memory, warm=warm.forks and self._everyone.device.type == "cpu")
         atexit.register(self._note_end)
 
