@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from towpath import checkpoint
-from towpath.checkpoint import folders
+from towpath.checkpoint import folders, moving
 from towpath.checkpoint.local_state import rng_state, set_rng_state
-from towpath.checkpoint.manifest import decode_value, encode_value
-from towpath.checkpoint.safe_files import write_tensors
+from towpath.checkpoint.manifest import StoredFile, decode_value, encode_value
+from towpath.checkpoint.safe_files import DamagedError, write_tensors
 from towpath.engine.parameters.dtensors import Box, boxes_of, ranges_of
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
@@ -137,6 +137,13 @@ def test_what_dead_runs_left_is_swept_and_what_they_were_replacing_comes_back(tm
     with folders.new_partial(tmp_path, 8) as mine:
         folders.sweep(tmp_path)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-000005", "step-000006", mine.name]
+
+
+def test_a_file_that_arrives_damaged_leaves_nothing(tmp_path: Path) -> None:
+    arrives = iter([torch.zeros(3, dtype=torch.uint8)])
+    with pytest.raises(DamagedError, match="which rank 1 has sent, did not arrive as it was sent"):
+        moving._write(tmp_path / "file", arrives, StoredFile(3, 0), 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

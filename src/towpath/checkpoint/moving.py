@@ -148,11 +148,14 @@ def _write(path: Path, pieces: Iterator[Tensor], stored: StoredFile, sender: int
     """Write the file that is `stored`, and give it its name if it is whole."""
     crc, arriving = 0, path.with_name(f"{path.name}.arriving")
     with writing(path):
-        with arriving.open("wb") as file:
-            for piece in pieces:
-                arrived: Any = piece.numpy()
-                crc = zlib.crc32(arrived, crc)
-                file.write(arrived)
-        if crc != stored.crc32:
-            raise DamagedError(f"{path}, which rank {sender} has sent, did not arrive as it was sent.")
-        arriving.replace(path)
+        try:
+            with arriving.open("wb") as file:
+                for piece in pieces:
+                    arrived: Any = piece.numpy()
+                    crc = zlib.crc32(arrived, crc)
+                    file.write(arrived)
+            if crc != stored.crc32:
+                raise DamagedError(f"{path}, which rank {sender} has sent, did not arrive as it was sent.")
+            arriving.replace(path)
+        finally:
+            arriving.unlink(missing_ok=True)  # of a failure: it would fill the memory of the node
