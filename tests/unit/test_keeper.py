@@ -198,3 +198,12 @@ def test_one_that_cannot_start_says_why(memory: NodeMemory, monkeypatch: pytest.
     monkeypatch.setattr(keeper, "_command", lambda *_: [sys.executable, "-c", "raise SystemExit('no memory')"])
     with pytest.raises(CheckpointError, match=r"exit code 1; expected it to start.*no memory"):
         start_keeper(memory)
+
+
+def test_one_that_hangs_when_it_starts_is_an_error(memory: NodeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(CheckpointError, match=f"did not start within 60 s.*{sys.executable}.*without protect"):
+        start_keeper(memory)

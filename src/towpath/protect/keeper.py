@@ -3,8 +3,8 @@
 A rank starts it, and it ends by itself: when a job ends normally, `NodeMemory.close` removes the folder and the keeper
 follows. When no rank has been alive for the lease, the keeper removes the folder, so a job that never comes back leaks
 no memory. It is in a session of its own, so neither a launcher that ends its ranks nor Ctrl-C reaches it. SIGTERM ends
-it and removes nothing: the next keeper takes over, of this job or of another one of the user. What lasts until the end
-of a container or of a Slurm step lasts no longer with a keeper.
+it and removes nothing: the next keeper takes over, of this job or of another one of the user. A keeper ends with its
+container or Slurm step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LEASE_SECONDS = 1800.0
 LOG = "keeper.log"  # in the folder: what the keeper and its warm process have to say, mostly nothing
 
 _POLL_SECONDS = 1.0
+_START_SECONDS = 60.0  # all ranks wait for it
 _JOB, _REMOVED = re.compile(r"[0-9a-f]{16}"), re.compile(r"[0-9a-f]{16}\.removed-[0-9]+")
 
 
@@ -42,16 +43,23 @@ def start_keeper(memory: NodeMemory, lease_seconds: float = LEASE_SECONDS, warm:
     Raises:
         CheckpointError: It could not start.
     """
-    done = subprocess.run(
-        _command("keeper", str(memory.path), str(lease_seconds), str(int(warm))),
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            _command("keeper", str(memory.path), str(lease_seconds), str(int(warm))),
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            check=False,
+            timeout=_START_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"the keeper of {memory.path} did not start within {_START_SECONDS:.0f} s. Check that the disk with "
+            f"{sys.executable} and its packages answers on this node, or train without protect."
+        ) from None
     if done.returncode:
         raise CheckpointError(
             f"the keeper of {memory.path} ended with exit code {done.returncode}; expected it to start. Free memory or "
