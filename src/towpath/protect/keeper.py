@@ -102,9 +102,8 @@ def main(folder: str, lease_seconds: str, warm: str) -> None:
     os.chdir("/")  # keep no file system busy
     remove_leftovers(memory.path.parent, float(lease_seconds))
     # The warm process ends with this one: nobody else holds the other end of its stdin.
-    children = [subprocess.Popen(_command("warm"), stdin=subprocess.PIPE)] if warm == "1" else []
+    _child = subprocess.Popen(_command("warm"), stdin=subprocess.PIPE) if warm == "1" else None
     guard(memory, held, float(lease_seconds))
-    del children
 
 
 def guard(
