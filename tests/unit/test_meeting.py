@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, StepError
 from towpath.outer import meeting
+from towpath.outer.islands import Island
 from towpath.outer.meeting import Listener, Seat, Wire
 from towpath.outer.register import Key, Register
 
@@ -231,6 +232,14 @@ def test_a_newcomer_whose_sender_ended_with_the_holder_is_told_so() -> None:
     found.hear(3, watches(arrived=False), 1.0)
     assert "island 0 ended while it sent its weights" in answers(found)[3]["end"]
     assert found.members.keys() == {2}
+
+
+@pytest.mark.parametrize("step", [7, 16])
+def test_a_step_without_data_is_named_with_those_that_have_some(step: int) -> None:
+    island = Island(2, 8, False, 4, {8: 5, 12: 9})
+    assert [island.position(each) for each in (8, 15)] == [20, 39]
+    with pytest.raises(StepError, match=rf"island 2: position\({step}\): expected a step from 8 to 15.*Ask for steps"):
+        island.position(step)
 
 
 # --- connections ------------------------------------------------------------------------------------------------------

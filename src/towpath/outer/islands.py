@@ -96,8 +96,18 @@ class Island:
 
         Args:
             step: An optimizer step, counted from 0, of the period that this island trains now, or of the next one.
+
+        Raises:
+            StepError: This island has no data for the step.
         """
-        return self._blocks[step - step % self._every] * self._every + step % self._every
+        periods = list(self._blocks)  # the thread of the exchanges may add one
+        if (begins := step - step % self._every) not in periods:
+            raise StepError(
+                f"island {self.number}: position({step}): expected a step from {min(periods)} to "
+                f"{max(periods) + self._every - 1}, which this island has data for. Ask for steps of this period or "
+                "the next one."
+            )
+        return self._blocks[begins] * self._every + step % self._every
 
 
 @final
