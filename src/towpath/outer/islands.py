@@ -133,8 +133,8 @@ class IslandSync(OuterSync):
         self._sums: list[list[list[RankTransfer]]] = []  # the transfers of each part of each fragment, in that group
         self._last: dict[int, Key] = {}  # the last exchange of each fragment
         self._void: dict[int, str] = {}  # the fragments whose last exchange was dropped, and why
-        self._since: dict[int, int] = {}  # the step of the last exchange of a fragment that counted
-        self._tokens_at: dict[int, int] = {}  # this island's tokens so far, at the steps of exchanges
+        # The step of the last exchange of a fragment that counted, and this island's tokens up to it.
+        self._since: dict[int, tuple[int, int]] = {}
         self._blocks: dict[int, int] = {}  # the period's worth of data of this island, by the step before it
         # The newcomers that take the slow weights of this island after the next result of a fragment.
         self._donations: dict[int, list[tuple[Message, int]]] = {}
@@ -192,7 +192,7 @@ class IslandSync(OuterSync):
         step = -1
         while step not in self._blocks:  # they are given at the end of a period
             ready = {"key": None, "weight": 0, "donor": donor, "arrived": have_arrived()}
-            step, fragment, _ = key = self._exchange(ready, have_arrived)
+            step, fragment, _ = key = self._exchange(ready, trains=have_arrived)
             if fragment not in self._void:
                 results.append((key, [part.difference.clone() for part in self._exchanges[fragment].parts]))
         for target, tensor in zip(self._state_of_now(), arriving.result(), strict=True):
@@ -211,7 +211,7 @@ class IslandSync(OuterSync):
         for (_, fragment, _), means in pending.items():
             for part, mean in zip(self._exchanges[fragment].parts, means, strict=True):
                 part.difference.copy_(mean)
-        self._since = dict.fromkeys(range(len(self._exchanges)), step)
+        self._since = dict.fromkeys(range(len(self._exchanges)), (step, self.tokens))
         self.resume(step, {fragment: begun for begun, fragment, _ in pending})
         return step
 
@@ -227,17 +227,17 @@ class IslandSync(OuterSync):
         step, fragment, every = self.steps.done, task.unit, self.plan.settings.every
         last, _, tries = self._last.get(fragment, (-1, fragment, 0))
         key = step, fragment, tries + 1 if last == step else 0
-        weight = step - self._since.get(fragment, step - every)
-        if self.plan.strategy.shares is not None:
-            self._tokens_at[step] = self.tokens
-            weight = max(1, self.tokens - self._tokens_at.get(self._since.get(fragment, -1), 0))
+        since, before = self._since.get(fragment, (step - every, 0))
+        tokens = self.tokens  # training goes on while the exchange waits
+        weight = step - since if self.plan.strategy.shares is None else max(1, tokens - before)
         if key[2] or fragment not in self.plan.settings.begun_at(step):
             weight = 1  # of the mean of all islands' weights, which `average_islands` takes at any step
-        return lambda _: self._exchange({"key": key, "weight": weight})
+        return lambda _: self._exchange({"key": key, "weight": weight}, tokens)
 
-    def _exchange(self, ready: Message, trains: Callable[[], bool] = lambda: True) -> Key:
+    def _exchange(self, ready: Message, tokens: int = 0, trains: Callable[[], bool] = lambda: True) -> Key:
         """Exchange a fragment with those that are there. Without a key, watch the next exchange, with weight 0.
 
+        `tokens` are those of this island up to the exchange.
         Return the key. Once the island `trains`, it gets the blocks of data of its next periods.
         """
         digest = None
@@ -253,7 +253,7 @@ class IslandSync(OuterSync):
             self.say(text)
         self._last[fragment] = key
         if outcome["applied"]:
-            self._since[fragment] = step
+            self._since[fragment] = step, tokens
             self._void.pop(fragment, None)
         else:
             self._void[fragment] = outcome["why"]
