@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any, Self
 
@@ -59,8 +60,9 @@ class JsonConnection:
 
     def receive(self, seconds: float | None = None) -> Message:
         """Wait for the next message, and return it."""
+        until = time.monotonic() + (self.seconds if seconds is None else seconds)
         while not self._messages:
-            self._messages = self.read(seconds)
+            self._messages = self.read(until - time.monotonic())
         return self._messages.pop(0)
 
     def ask(self, message: Message) -> Message:

@@ -9,11 +9,14 @@ import socket
 import threading
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from towpath import json_connection
 from towpath.errors import ConfigError, StepError
+from towpath.json_connection import JsonConnection, Message
 from towpath.outer import meeting
 from towpath.outer.islands import Island
 from towpath.outer.meeting import Listener, Seat, Wire
@@ -357,6 +360,22 @@ def test_a_newcomer_holds_the_register_if_the_holder_ends_before_their_next_exch
         told.join()
         seat.close()
         assert newcomer.ask(ready((12, 0, 0)))["trained"] == [1]
+
+
+def test_a_message_that_arrives_in_pieces_must_be_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, limits, pieces = iter([10.0, 10.0, 14.0]), list[float](), iter([[], [{"look": {}}]])
+
+    class Pieces(JsonConnection):
+        def __init__(self) -> None:
+            self.seconds, self._messages = 5.0, []
+
+        def read(self, seconds: float | None = None) -> list[Message]:
+            assert seconds is not None
+            limits.append(seconds)
+            return next(pieces)
+
+    monkeypatch.setattr(json_connection, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert Pieces().receive() == {"look": {}} and limits == [5.0, 1.0]
 
 
 # --- holders that end at any moment -----------------------------------------------------------------------------------
