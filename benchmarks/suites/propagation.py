@@ -414,7 +414,22 @@ def measured_runs() -> list[dict[str, Any]]:
     """Return the last run of each case in the setting that the suite has now."""
     settings = {case.name: case.setting for case in CASES}
     read = results.read(results.file_of("propagation"))
-    return list(results.last(r for r in read if r.get("setting") == settings.get(r["case"]["name"], {})).values())
+    return of_one_text([r for r in read if r.get("setting") == settings.get(r["case"]["name"], {})])
+
+
+def of_one_text(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last run of each case. Trainings that are compared have the Python version of the latest of them.
+
+    They read the sources of Python's standard library, which differ between versions.
+    """
+    texts = {_compared(run): run["versions"]["python"] for run in runs if _compared(run)}
+    last = results.last(run for run in runs if texts.get(_compared(run)) in (None, run["versions"]["python"]))
+    return list(last.values())
+
+
+def _compared(run: dict[str, Any]) -> str:
+    """Return the trainings that a run is compared with, or nothing for gradients."""
+    return run["case"]["name"].partition("; ")[2]
 
 
 def _summary() -> str:
