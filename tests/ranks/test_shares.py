@@ -299,6 +299,20 @@ def _epochs() -> None:
     assert next(iter(plain)) == [[0, 1, 2], [3, 4], [5]][dist.get_rank()]
 
 
+@on_ranks(3)
+def test_two_samplers_of_a_model_take_micro_batches_of_one_size() -> None:
+    model, sampler = _sampled("auto", shuffle=False)
+    shares = model.towpath_engine.shares
+    shares._rows.append((0, (3, 2, 1)))  # as measured
+    towpath.ShareSampler(model, 20, 2)
+    assert next(iter(sampler)) == [[0, 1, 2], [3, 4], [5]][dist.get_rank()]
+    with pytest.raises(ConfigError, match=r"micro_batch=4: .* were divided for micro_batch=2.* DistributedSampler"):
+        towpath.ShareSampler(model, 20, 4)
+    fresh: Any = towpath.shard(Net(), model.towpath_engine.strategy)
+    with pytest.raises(ConfigError, match="0 rows for 3 ranks"):
+        towpath.ShareSampler(fresh, 20, 0)
+
+
 def test_a_run_resumes_with_other_shares_and_no_sample_comes_twice(world: Worlds, tmp_path: Path) -> None:
     world(3).run(_resumed, tmp_path)
 

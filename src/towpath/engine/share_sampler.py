@@ -37,7 +37,8 @@ class ShareSampler(Sampler[list[int]]):
     Raises:
         ShardError: The model is not sharded, or its strategy has no shares, or the dataset is smaller than a
             micro-batch of all ranks.
-        ConfigError: The micro-batch is too small to give each rank a row.
+        ConfigError: The micro-batch is too small to give each rank a row, or another sampler of this model has another
+            `micro_batch`.
     """
 
     def __init__(

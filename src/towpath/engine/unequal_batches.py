@@ -27,7 +27,7 @@ from towpath.core.queues import LoggedCall
 from towpath.core.shares import AUTO, TOLD, Shares, adapted_rows, divided_rows
 from towpath.engine.comm import CommContext
 from towpath.engine.compute_clock import WARM_UP, ComputeClock
-from towpath.errors import StepError
+from towpath.errors import ConfigError, StepError
 from towpath.logs import logger
 
 _LOG = logger("shares")
@@ -86,6 +86,7 @@ class UnequalBatches(Batches):
         # The rows of the island's ranks, each from a number of a micro-batch on.
         self._rows: list[tuple[int, tuple[int, ...]]] = []
         self._before = 0  # rows of the islands before this one
+        self._micro_batch = 0  # the rows of the average rank
         self._windows = 0  # those that were measured
         self._seconds: Sequence[float] = ()  # what the rows follow
 
@@ -94,12 +95,16 @@ class UnequalBatches(Batches):
     def divide(self, micro_batch: int) -> int:
         """Divide micro-batches with `micro_batch` rows for the average rank. Return the rows of all ranks together."""
         job, ranks = self._comm.job.world, self._comm.groups.world
-        if isinstance(self._shares, str):  # "auto"
-            rows, self._before = (micro_batch,) * ranks, self._first * micro_batch
-        else:
-            of_all = divided_rows(self._shares, micro_batch * job)
-            rows, self._before = of_all[self._first : self._first + ranks], sum(of_all[: self._first])
-        self._rows, self._windows = [(0, rows)], 0
+        if not self._rows:
+            speeds = (1,) * job if isinstance(self._shares, str) else self._shares  # "auto" begins with equal rows
+            of_all = divided_rows(speeds, micro_batch * job)
+            self._rows = [(0, of_all[self._first : self._first + ranks])]
+            self._before, self._micro_batch = sum(of_all[: self._first]), micro_batch
+        elif micro_batch != self._micro_batch:
+            raise ConfigError(
+                f"micro_batch={micro_batch}: the rows of this model were divided for micro_batch={self._micro_batch}, "
+                "and all its samplers take the same. To evaluate, take PyTorch's DistributedSampler."
+            )
         return micro_batch * job
 
     @property
