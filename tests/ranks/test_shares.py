@@ -245,6 +245,18 @@ def test_data_that_was_divided_evenly_is_refused() -> None:
     assert "every rank had 4 tokens in this step, and shares=(2, 1) want other numbers" in told
 
 
+@pytest.mark.parametrize("samples", [False, True])
+@on_ranks(2)
+def test_unequal_rows_may_have_equally_many_labels(samples: bool) -> None:
+    model: Any = towpath.shard(Net(), towpath.strategy("zero1", Topology(2, 1), shares=(3, 1)))
+    if samples:
+        towpath.ShareSampler(model, 100, 2)
+    else:
+        _train_one(model, (3, 1)[dist.get_rank()])
+    _train_one(model, 1)
+    assert model.towpath_engine.step == (1 if samples else 2)
+
+
 @on_ranks(2)
 def test_what_shares_cannot_do_is_refused_with_a_remedy() -> None:
     topology = Topology(2, 1)

@@ -82,6 +82,7 @@ class UnequalBatches(Batches):
         self._scale = 0.0
         self._of_pass: int | None = None  # the tokens of the running backward pass
         self._of_step = 0  # those of the passes since the last boundary, on this rank
+        self._has_differed = False  # whether ranks had unequal numbers of tokens in a step
         self._told: Sequence[tuple[int, float, int]] = ()  # what all ranks have told at the last boundary
         # The rows of the island's ranks, each from a number of a micro-batch on.
         self._rows: list[tuple[int, tuple[int, ...]]] = []
@@ -212,11 +213,15 @@ class UnequalBatches(Batches):
         return len(tokens) * self._scale / total
 
     def _check(self, tokens: Sequence[int]) -> None:
-        """Raise StepError if the data was divided evenly, and the shares say otherwise."""
+        """Raise StepError if the data was divided evenly, and the shares say otherwise.
+
+        Rows that were divided by the shares may have equally many labels by chance, and so may those of a caller.
+        """
         shares = self._shares
-        if shares == AUTO or len(set(tokens)) > 1 or len(set(self.rows)) == 1:
+        if shares == AUTO or self._rows or self._has_differed:
             return
-        if len(set(shares[self._first : self._first + len(tokens)])) > 1:
+        self._has_differed = len(set(tokens)) > 1
+        if not self._has_differed and len(set(shares[self._first : self._first + len(tokens)])) > 1:
             raise StepError(
                 f"rank {self._number}: every rank had {tokens[0]} tokens in this step, and shares={shares} want other "
                 "numbers. Take each rank's rows from towpath.ShareSampler(model, …), or leave shares out."
