@@ -316,6 +316,19 @@ def test_a_machine_that_was_lost_is_one_finding() -> None:
     assert "LOST" in report(facts, priced(facts, judge(facts), describe_model("gpt-2.5b")))
 
 
+def test_a_machine_that_ends_midway_has_no_firewall() -> None:
+    facts = cluster(3)
+    facts["lost"] = [{"rank": 1, "asked": "load"}]
+    facts["machines"][1] |= {"loopback": 0.0, "ranks": [{"rank": 1, "devices": []}]}
+    for way in ways(facts, 1) + ways(facts, receiver=1):
+        for measured in ("alone", "together", "loss", "packet", "mtu", "latency", "stalls", "datagrams"):
+            del way[measured]
+        way["reach"] = [] if way["from"] == 1 else [way["reach"][0] | {"state": "refused"}]
+    found = judge(facts)
+    assert [(one.cause, one.machines) for one in found] == [("lost", ("node1",))]
+    assert "not tested to its limit" not in report(facts, found)
+
+
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
     facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))

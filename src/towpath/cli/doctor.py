@@ -148,7 +148,8 @@ def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
             row += [str(way["packet"] or "?"), f"{way['latency'] * 1e3:.3g} ms"]
         table.add_row(*row)
     console.print(table)
-    limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
+    # 0 is that of a machine that was lost before it was measured.
+    limit = OF_LOOPBACK * min(machine["loopback"] or float("inf") for machine in facts["machines"])
     if any(way.get("alone", 0.0) > limit for way in facts["ways"]):
         console.print(
             f"What carries more than {format_rate(limit)} was not tested to its limit, which is that of sockets here."

@@ -68,7 +68,11 @@ class _Case:
         self.machines: list[dict[str, Any]] = facts["machines"]
         self.names: list[str] = [machine["name"] for machine in self.machines]
         every: dict[Direction, dict[str, Any]] = {(each["from"], each["to"]): each for each in facts["ways"]}
-        self.reach: dict[Direction, list[dict[str, Any]]] = {way: each["reach"] for way, each in every.items()}
+        # A machine that has said nothing of its own attempts is gone, so that it takes no connection means nothing.
+        there = {way[0] for way, each in every.items() if each["reach"]}
+        self.reach: dict[Direction, list[dict[str, Any]]] = {
+            way: each["reach"] if way[1] in there else [] for way, each in every.items()
+        }
         self.ways = {way: each for way, each in every.items() if "alone" in each}  # those that were measured
         self.explained: set[Direction] = set()  # directions that a finding has explained
 
