@@ -169,7 +169,9 @@ def test_a_follower_that_ends_is_lost_and_the_others_answer() -> None:
     assert leader.ask({1: {"do": "facts"}, 2: {"do": "facts"}}, 10) == {2: [2, "facts"]}
     assert leader.lost == {1: "facts"}
     leader.dismiss("", 0)
-    assert any(isinstance(end, OSError) for end in followers.join())
+    (lost,) = (end for end in followers.join() if isinstance(end, OSError))
+    elsewhere = Place(number=1, world=2, leader="192.0.2.1", port=1)
+    assert "lost its connection to the first machine" in why_unreachable(elsewhere, lost).summary
 
 
 def test_strangers_are_not_let_in() -> None:

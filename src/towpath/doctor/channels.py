@@ -14,6 +14,7 @@ _CONNECT_SECONDS = 2.5
 _STATES = {
     errno.ECONNREFUSED: "refused",
     errno.ECONNRESET: "something else answers",
+    errno.ECONNABORTED: "lost midway",
     errno.EHOSTUNREACH: "no answer from the host",
     **dict.fromkeys((errno.ENETUNREACH, errno.EADDRNOTAVAIL), "no route"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EINVAL), "forbidden here"),

@@ -196,8 +196,11 @@ def follow(place: Place, perform: Perform, hello: Any, seconds: float) -> tuple[
         OSError: The leader could not be reached, or the connection broke. `why_unreachable` says more.
     """
     with _welcomed(place, {"key": place.key, "number": place.number, **hello}, time.monotonic() + seconds) as link:
-        while (question := link.receive(_SILENT_SECONDS))["do"] != "end":
-            link.send(perform(question), _SILENT_SECONDS)
+        try:
+            while (question := link.receive(_SILENT_SECONDS))["do"] != "end":
+                link.send(perform(question), _SILENT_SECONDS)
+        except OSError as error:
+            raise ConnectionAbortedError(errno.ECONNABORTED, str(error)) from error
     return question["text"], question["status"]
 
 
