@@ -192,6 +192,26 @@ def test_strangers_are_not_let_in() -> None:
     assert followers.join() == [("found", 0)]
 
 
+def test_hosts_in_another_order_make_two_leaders_which_both_end() -> None:
+    port = closed_port()
+    leaders = [Leader(place(0, 2, port, "A,B"), lambda question: None, {})]
+    gathering = threading.Thread(target=lambda: ends.append(error_of(leaders[0])))
+    ends: list[str] = []
+    gathering.start()
+    # The other one, whose list names the first one second. It would listen on another machine.
+    leaders.append(Leader(place(0, 2, closed_port(), "B,A"), lambda question: None, {}))
+    leaders[1].place = replace(leaders[1].place, port=port, hosts=(LOCAL, LOCAL))
+    ends.append(error_of(leaders[1]))
+    gathering.join()
+    assert len(ends) == 2 and all("leads, too" in end and "same order" in end for end in ends)
+
+
+def error_of(leader: Leader) -> str:
+    with pytest.raises(ConfigError) as caught:
+        leader.gather(10, lambda text: None)
+    return str(caught.value)
+
+
 def test_a_host_that_does_not_come_is_asked_why() -> None:
     leader = Leader(place(0, 2, closed_port(), hosts=(LOCAL, LOCAL)), lambda question: None, {})
     leader.gather(0, lambda text: None)
