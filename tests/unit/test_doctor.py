@@ -212,6 +212,10 @@ def _absent(facts: Facts) -> None:
     facts["absent"] = [{"name": "10.77.0.9", "state": "refused"}]
 
 
+def _no_address(facts: Facts) -> None:
+    facts["absent"] = [{"name": "node9", "state": "no address"}]
+
+
 def _closed_port(facts: Facts) -> None:
     facts["absent"] = [{"name": "rank 2", "state": None}]
 
@@ -258,6 +262,7 @@ CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
     (3, _loss, "loss", SLOWS, {"node2"}),
     (2, _loss_of_two, "loss", SLOWS, {"node0", "node1"}),
     (2, _absent, "absent", BLOCKS, {"10.77.0.9"}),
+    (2, _no_address, "absent", BLOCKS, {"node9"}),
     (2, _closed_port, "firewall", BLOCKS, {"node0"}),
     (2, _wrong_variable, "variable", BLOCKS, {"node1"}),
     (2, _wrong_clock, "clock", RISK, {"node1"}),
@@ -376,6 +381,16 @@ def test_a_rate_is_that_of_the_path_and_not_of_pauses() -> None:
 def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     found = CliRunner(env={"RANK": None}).invoke(main.app, arguments)
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)
+
+
+def test_a_report_is_printed_where_its_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*_: Any) -> None: ...
+
+    leader, run = SimpleNamespace(gather=nothing, dismiss=nothing), SimpleNamespace(run=lambda: (cluster(1), []))
+    monkeypatch.setattr("towpath.cli.doctor.Leader", lambda *_: leader)
+    monkeypatch.setattr("towpath.cli.doctor.Examination", lambda *_: run)
+    found = CliRunner(env={"RANK": None}).invoke(main.app, ["doctor", "--hosts", "127.0.0.1", "--json", "/dev/full"])
+    assert isinstance(found.exception, ConfigError) and "Nothing is wrong" in found.stdout
 
 
 # The time that an examination takes ----------------------------------------------------------------------------------

@@ -79,18 +79,18 @@ def doctor(
     try:
         if place.number:
             text, status = follow(place, member.perform, member.hello, wait)
+            if place.hosts:
+                print(text, end="", flush=True)
         else:
-            text, status = _lead(place, member, wait, described, output)
+            status = _lead(place, member, wait, described, output)
     except OSError as error:
         print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
         raise typer.Exit(_FOUND) from None
-    if place.hosts or place.number == 0:
-        print(text, end="", flush=True)
     raise typer.Exit(status)
 
 
-def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> tuple[str, int]:
-    """Examine all that come, and tell them the result. Return the report and the exit code."""
+def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> int:
+    """Examine all that come, and tell them and the user the result. Return the exit code."""
     with show_progress("Looking for the other machines") as say:
         leader = Leader(place, member.perform, member.hello)
         leader.gather(wait, say)
@@ -99,9 +99,10 @@ def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Pat
         found = priced(facts, found, model)
     text, status = report(facts, found, model.name), _FOUND if found else 0
     leader.dismiss(text, status)
+    print(text, end="", flush=True)  # before the file, which may fail
     as_json = {**facts, "model": model.name, "findings": [asdict(each) for each in found]}
     write_output_file("--json", output, json.dumps(as_json, indent=1) + "\n")
-    return text, status
+    return status
 
 
 def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "") -> str:
