@@ -213,9 +213,10 @@ def error_of(leader: Leader) -> str:
 
 
 def test_a_host_that_does_not_come_is_asked_why() -> None:
-    leader = Leader(place(0, 2, closed_port(), hosts=(LOCAL, LOCAL)), lambda question: None, {})
+    hosts = (LOCAL, LOCAL, "no-such-host.invalid")
+    leader = Leader(place(0, 3, closed_port(), hosts=hosts), lambda question: None, {})
     leader.gather(0, lambda text: None)
-    assert leader.states == {1: "refused"}
+    assert leader.states == {1: "refused", 2: "no address"}
 
 
 def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:

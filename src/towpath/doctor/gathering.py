@@ -172,7 +172,7 @@ class Leader:
             with _connected(self.place.hosts[number], self.place.port):
                 return "something else answers"
         except OSError as error:
-            return state_of(error)
+            return state_of(error) if resolved(self.place.hosts[number]) else "no address"
 
     def ask(self, questions: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         """Ask several at the same time, this process too. Return the answers that came in time.

@@ -177,7 +177,8 @@ def _absent(case: _Case) -> Iterator[Finding]:
             where = f"{each['name']} → {case.names[0]}"
             yield finding("firewall, leader", case.names[:1], where, other=each["name"], port=case.facts["port"])
         else:
-            yield finding("absent", [each["name"]], each["name"], state=each["state"])
+            key = "absent, no address" if each["state"] == "no address" else "absent"
+            yield finding(key, [each["name"]], each["name"], state=each["state"], leader=case.names[0])
     for each in case.facts["lost"]:
         of = next((m["name"] for m in case.machines if each["rank"] in [r["rank"] for r in m["ranks"]]), "?")
         yield finding("lost", [of], f"rank {each['rank']} on {of}", [f"it was asked for: {each['asked']}"])
