@@ -240,6 +240,8 @@ class StrategyConfig(Section):
         if "+" in self.nodes and self.file is None:  # refused before ranks meet
             topology = Topology.parse(self.nodes)
             _ = topology.check_equal("strategy.name = auto") if self.auto else self.build(topology)
+            if isinstance(self.divided, tuple) and len(self.divided) != topology.world:
+                self.refuse("shares", f"{topology.world} numbers, one for each rank, or auto")
 
     @property
     def auto(self) -> bool:
@@ -354,16 +356,19 @@ class Config:
             train.refuse("evaluate_every", "0, since data.held_out = 0 leaves nothing to evaluate")
         if parallel.ranks == 1:
             return
+        if "+" in self.strategy.nodes:
+            Topology.parse(self.strategy.nodes).check_equal("[parallel]")
         if self.strategy.outer.every or OUTER in self.strategy.allow:
             raise ConfigError(
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
                 "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
-        if self.strategy.protect:
-            self.strategy.refuse("protect", f"0 with parallel.pipeline = {parallel.pipeline}, which takes no snapshots")
-        if self.strategy.shares:
-            self.strategy.refuse("shares", f"none with parallel.pipeline = {parallel.pipeline}")
         which = "pipeline" if parallel.pipeline > 1 else "tensor"
+        parts = f"parallel.{which} = {getattr(parallel, which)}"
+        if self.strategy.protect:
+            self.strategy.refuse("protect", f"0 with {parts}, which takes no snapshots")
+        if self.strategy.shares:
+            self.strategy.refuse("shares", f"none with {parts}")
         missing = {
             "train.compile": train.compile,
             "train.optimizer = muon": parallel.tensor > 1 and train.optimizer == "muon",
