@@ -142,10 +142,13 @@ class UnequalBatches(Batches):
                 f"rank {self._number}: weigh() got a loss in {loss.dtype}, which would round its weight. Compute it in "
                 "float32, for example from logits.float()."
             )
-        count = operator.index(tokens)
+        try:
+            count = operator.index(tokens)
+        except TypeError:
+            count = -1
         if count < 0:
             raise StepError(
-                f"rank {self._number}: weigh() got {count} tokens; expected those that the loss is a mean of."
+                f"rank {self._number}: weigh() got {tokens} tokens; expected how many the loss is a mean of, as an int."
             )
         if not self._scale:
             self._scale = self._agreed_scale(count)
