@@ -12,7 +12,7 @@ import pytest
 from tests.cases import each
 from towpath.doctor import paths
 from towpath.doctor.gathering import Leader, Place, follow, why_unreachable
-from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
+from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice, resolved
 from towpath.doctor.paths import Peer, measure, reach
 from towpath.doctor.services import Services
 from towpath.errors import ConfigError
@@ -56,6 +56,10 @@ def test_the_largest_packet_that_passes_is_found(case: tuple[int, int | None]) -
         patch.setattr(paths, "_losses", lambda peer: [{}, {}])
         out, back = measure(Peer(LOCAL, 1, ""), 1.0)
     assert out == back and out["stalls"] and out["packet"] == largest
+
+
+def test_what_is_no_name_has_no_address() -> None:
+    assert resolved("node..1") == resolved("x" * 300) == []
 
 
 def test_how_a_connection_fails_is_told_apart() -> None:

@@ -25,6 +25,7 @@ from towpath.files import check_output_file, write_output_file
 from towpath.plan.catalog import describe_model
 from towpath.plan.model import Model
 from towpath.progress import format_bytes, format_rate, show_progress
+from towpath.topology.cluster import counted
 
 _FOUND = 1
 _HEADINGS = {
@@ -116,7 +117,8 @@ def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "
     if not findings:
         slowest = min((way["alone"] for way in facts["ways"]), default=0.0)
         rates = f", and each direction carries {format_rate(slowest)} or more" if slowest else ""
-        console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
+        examined = counted(len(facts["machines"]), "machine")
+        console.print(f"Nothing is wrong: {examined} in {facts['seconds']} s{rates}.")
     return file.getvalue()
 
 
