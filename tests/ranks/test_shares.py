@@ -232,6 +232,7 @@ def test_a_loss_without_a_weight_or_with_two_is_refused_and_training_goes_on(lab
     assert "two losses were weighed" in error_of((weighed(len(rows)) + weighed(len(rows))).backward)
     assert "float32" in error_of(lambda: towpath.weigh(model, loss().bfloat16(), 1))
     assert "-1 tokens" in error_of(lambda: weighed(-1))
+    assert "has a weight" in error_of(lambda: towpath.weigh(model, weighed(1), 1))
     fraction: Any = 1.5
     assert f"rank {rank}: weigh() got 1.5 tokens" in error_of(lambda: weighed(fraction))
     assert "no rank had a token" in error_of(weighed(0).backward)

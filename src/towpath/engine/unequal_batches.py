@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -150,10 +150,16 @@ class UnequalBatches(Batches):
             raise StepError(
                 f"rank {self._number}: weigh() got {tokens} tokens; expected how many the loss is a mean of, as an int."
             )
+        if getattr(loss, "towpath_weighed", False):
+            raise StepError(
+                f"rank {self._number}: weigh() got a loss that has a weight, and would multiply it by another one. If "
+                "two models have one loss, pass a module that calls both to towpath.shard()."
+            )
         if not self._scale:
             self._scale = self._agreed_scale(count)
         self._of_pass = None  # in case that another backward pass failed before it reached the model
-        weighed = loss * (count / self._scale)
+        weighed: Any = loss * (count / self._scale)
+        weighed.towpath_weighed = True
         if weighed.requires_grad:
             weighed.register_hook(partial(self._pass_begins, count))
         return weighed
