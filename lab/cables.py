@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lab.errors import LabError
 
@@ -188,7 +189,8 @@ def cables_of(given: Cables, nodes: int) -> tuple[Cable, ...]:
     if given is None or isinstance(given, Rate):
         given = Cable(down=given, up=given)
     cables = (given,) * nodes if isinstance(given, Cable) else tuple(given)
-    others = [each for each in cables if not isinstance(each, Cable)]
+    listed: tuple[Any, ...] = cables
+    others = [each for each in listed if not isinstance(each, Cable)]
     if len(cables) != nodes or others:
         told = f"{others[0]!r} among them" if others else len(cables)
         raise LabError(f"inter: expected the cable of each of {nodes} nodes, got {told}.")

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -384,11 +385,9 @@ def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
 
 
 def test_a_report_is_printed_where_its_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(*_: Any) -> None: ...
-
-    leader, run = SimpleNamespace(gather=nothing, dismiss=nothing), SimpleNamespace(run=lambda: (cluster(1), []))
-    monkeypatch.setattr("towpath.cli.doctor.Leader", lambda *_: leader)
-    monkeypatch.setattr("towpath.cli.doctor.Examination", lambda *_: run)
+    monkeypatch.setattr("towpath.cli.doctor.Leader", Mock())
+    monkeypatch.setattr("towpath.cli.doctor.Examination.__init__", Mock(return_value=None))
+    monkeypatch.setattr("towpath.cli.doctor.Examination.run", Mock(return_value=(cluster(1), [])))
     found = CliRunner(env={"RANK": None}).invoke(main.app, ["doctor", "--hosts", "127.0.0.1", "--json", "/dev/full"])
     assert isinstance(found.exception, ConfigError) and "Nothing is wrong" in found.stdout
 
