@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lab.errors import LabError
 
@@ -14,6 +16,8 @@ _SHARES = {"%": 1e-2}
 _SLOWEST = 10**6
 # In a lab whose cables only have a rate, and in one that is a part of the internet (links.py).
 _JUMBO_BYTES, _INTERNET_BYTES = 9000, 1500
+# What IPv4 needs, and what a tap device takes.
+_SHORTEST_BYTES, _LONGEST_BYTES = 576, 65521
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,10 +84,14 @@ class Cable:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.latency_seconds < 0 or not 0 <= self.loss < 1:
+        if not (0 <= self.latency_seconds < math.inf and 0 <= self.loss < 1):
             raise LabError(
                 f"expected a latency of at least 0 s and a loss from 0 to below 1, got {self.latency_seconds} s and "
                 f"{self.loss}."
+            )
+        if self.mtu_bytes is not None and not _SHORTEST_BYTES <= self.mtu_bytes <= _LONGEST_BYTES:
+            raise LabError(
+                f"mtu_bytes={self.mtu_bytes}: expected {_SHORTEST_BYTES} to {_LONGEST_BYTES}, or None for the default."
             )
         if self.delayed and not all(rate and rate <= _FASTEST for rate in (self.down, self.up)):
             raise LabError(
@@ -181,8 +189,11 @@ def cables_of(given: Cables, nodes: int) -> tuple[Cable, ...]:
     if given is None or isinstance(given, Rate):
         given = Cable(down=given, up=given)
     cables = (given,) * nodes if isinstance(given, Cable) else tuple(given)
-    if len(cables) != nodes:
-        raise LabError(f"inter: expected the cable of each of {nodes} nodes, got {len(cables)}.")
+    listed: tuple[Any, ...] = cables
+    others = [each for each in listed if not isinstance(each, Cable)]
+    if len(cables) != nodes or others:
+        told = f"{others[0]!r} among them" if others else len(cables)
+        raise LabError(f"inter: expected the cable of each of {nodes} nodes, got {told}.")
     return cables
 
 

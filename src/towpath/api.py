@@ -392,8 +392,8 @@ def weigh(model: nn.Module, loss: torch.Tensor, tokens: int) -> torch.Tensor:
 
     Raises:
         ShardError: The model is not sharded, or its strategy has no shares.
-        StepError: The loss is in a dtype of 16 bits, or `tokens` is negative. In the backward pass: two losses were
-            weighed for one backward pass.
+        StepError: The loss is in a dtype of 16 bits or has a weight, or `tokens` is negative or no whole number. In the
+            backward pass: two losses were weighed for one backward pass.
     """
     shares = engine_of(model).shares
     if shares is None:

@@ -121,6 +121,15 @@ def test_other_descriptions_are_refused(given: dict[str, str], told: str) -> Non
         Cable.parse(**given)
 
 
+@pytest.mark.parametrize("given", [{"latency_seconds": math.nan}, {"latency_seconds": math.inf}, {"mtu_bytes": 0}])
+def test_numbers_that_no_cable_has_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(LabError, match=r"latency of at least 0 s|mtu_bytes=0: expected 576"):
+        replace(FAST, **given)
+
+
 def test_each_node_has_a_cable() -> None:
+    mixed: Any = (FAST, None, "flat")
+    with pytest.raises(LabError, match="expected the cable of each of 3 nodes, got None among them"):
+        Lab(SHAPE, inter=mixed, head=True)
     with pytest.raises(LabError, match="expected the cable of each of 3 nodes, got 2"):
         Lab(SHAPE, inter=(FAST, FAST), head=True)

@@ -232,6 +232,9 @@ def test_a_loss_without_a_weight_or_with_two_is_refused_and_training_goes_on(lab
     assert "two losses were weighed" in error_of((weighed(len(rows)) + weighed(len(rows))).backward)
     assert "float32" in error_of(lambda: towpath.weigh(model, loss().bfloat16(), 1))
     assert "-1 tokens" in error_of(lambda: weighed(-1))
+    assert "has a weight" in error_of(lambda: towpath.weigh(model, weighed(1), 1))
+    fraction: Any = 1.5
+    assert f"rank {rank}: weigh() got 1.5 tokens" in error_of(lambda: weighed(fraction))
     assert "no rank had a token" in error_of(weighed(0).backward)
     weighed(len(rows)).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -243,6 +246,18 @@ def test_data_that_was_divided_evenly_is_refused() -> None:
     loss: Any = towpath.weigh(model, model(torch.ones(4, 6)).mean(), 4)
     told = error_of(loss.backward)
     assert "every rank had 4 tokens in this step, and shares=(2, 1) want other numbers" in told
+
+
+@pytest.mark.parametrize("samples", [False, True])
+@on_ranks(2)
+def test_unequal_rows_may_have_equally_many_labels(samples: bool) -> None:
+    model: Any = towpath.shard(Net(), towpath.strategy("zero1", Topology(2, 1), shares=(3, 1)))
+    if samples:
+        towpath.ShareSampler(model, 100, 2)
+    else:
+        _train_one(model, (3, 1)[dist.get_rank()])
+    _train_one(model, 1)
+    assert model.towpath_engine.step == (1 if samples else 2)
 
 
 @on_ranks(2)
@@ -284,25 +299,33 @@ def test_every_sample_of_an_epoch_is_taken_once(world: Worlds) -> None:
 def _epochs() -> None:
     _, sampler = _sampled((3, 2, 1), seed=5)
     orders: list[list[int]] = []
-    epochs: list[list[list[int]]] = []
     for _ in range(2):
         assert len(sampler) == 50 // 6
-        epochs.append(mine := list(sampler))
+        mine = list(sampler)
         assert [len(batch) for batch in mine] == [(3, 2, 1)[dist.get_rank()]] * 8
         whole = [row for batch in zip(*_all_ranks(mine), strict=True) for rows in batch for row in rows]
         assert len(set(whole)) == len(whole) == 48 and set(whole) < set(range(50))
         orders.append(whole)
     assert orders[0] != orders[1]
-    model, sampler = _sampled((3, 2, 1), seed=5)
-    with pytest.raises(ShardError, match="have 2 rows for the average rank, and a second ShareSampler asks for 4"):
-        towpath.ShareSampler(model, 50, 4)
-    towpath.ShareSampler(model, 20, 2)  # to evaluate: it changes nothing for the first one
-    assert list(sampler) == epochs[0]
     _, again = _sampled((1, 1, 1), seed=5)  # other shares, and the same order
     whole = [row for batch in zip(*_all_ranks(list(again)), strict=True) for rows in batch for row in rows]
     assert whole == orders[0]
     _, plain = _sampled((3, 2, 1), shuffle=False)
     assert next(iter(plain)) == [[0, 1, 2], [3, 4], [5]][dist.get_rank()]
+
+
+@on_ranks(3)
+def test_two_samplers_of_a_model_take_micro_batches_of_one_size() -> None:
+    model, sampler = _sampled("auto", shuffle=False)
+    shares = model.towpath_engine.shares
+    shares._rows.append((0, (3, 2, 1)))  # as measured
+    towpath.ShareSampler(model, 20, 2)
+    assert next(iter(sampler)) == [[0, 1, 2], [3, 4], [5]][dist.get_rank()]
+    with pytest.raises(ConfigError, match=r"micro_batch=4: .* were divided for micro_batch=2.* DistributedSampler"):
+        towpath.ShareSampler(model, 20, 4)
+    fresh: Any = towpath.shard(Net(), model.towpath_engine.strategy)
+    with pytest.raises(ConfigError, match="0 rows for 3 ranks"):
+        towpath.ShareSampler(fresh, 20, 0)
 
 
 def test_a_run_resumes_with_other_shares_and_no_sample_comes_twice(world: Worlds, tmp_path: Path) -> None:

@@ -89,6 +89,9 @@ def test_in_bf16_micro_steps_are_summed_in_fp32() -> None:
         ({"strategy": {"name": "auto route=ring"}}, "expected auto alone: it chooses the options"),
         ({"strategy": {"name": "auto", "allow": ["int3"]}}, "strategy.allow = 'int3': expected a codec"),
         ({"strategy": {"nodes": "2"}}, "strategy.nodes = '2': expected NODESxRANKS"),
+        ({"strategy": {"nodes": "1+3", "shares": "2,1"}}, "strategy.shares = '2,1': expected 4 numbers"),
+        ({"strategy": {"nodes": "1+3"}, "parallel": {"tensor": 2}}, r"\[parallel\] needs the same number of ranks"),
+        ({"strategy": {"shares": "2,1"}, "parallel": {"tensor": 2}}, "expected none with parallel.tensor = 2"),
         ({"log": {"trace": [500]}}, "expected steps up to train.steps = 200; got 500"),
     ],
 )

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -213,6 +214,10 @@ def _absent(facts: Facts) -> None:
     facts["absent"] = [{"name": "10.77.0.9", "state": "refused"}]
 
 
+def _no_address(facts: Facts) -> None:
+    facts["absent"] = [{"name": "node9", "state": "no address"}]
+
+
 def _closed_port(facts: Facts) -> None:
     facts["absent"] = [{"name": "rank 2", "state": None}]
 
@@ -259,6 +264,7 @@ CASES: list[tuple[int, Callable[[Facts], None], str, Severity, set[str]]] = [
     (3, _loss, "loss", SLOWS, {"node2"}),
     (2, _loss_of_two, "loss", SLOWS, {"node0", "node1"}),
     (2, _absent, "absent", BLOCKS, {"10.77.0.9"}),
+    (2, _no_address, "absent", BLOCKS, {"node9"}),
     (2, _closed_port, "firewall", BLOCKS, {"node0"}),
     (2, _wrong_variable, "variable", BLOCKS, {"node1"}),
     (2, _wrong_clock, "clock", RISK, {"node1"}),
@@ -326,6 +332,19 @@ def test_a_machine_that_was_lost_at_the_first_question_has_a_name() -> None:
     assert [machine["name"] for machine in facts["machines"]] == ["node0", "node1"]
 
 
+def test_a_machine_that_ends_midway_has_no_firewall() -> None:
+    facts = cluster(3)
+    facts["lost"] = [{"rank": 1, "asked": "load"}]
+    facts["machines"][1] |= {"loopback": 0.0, "ranks": [{"rank": 1, "devices": []}]}
+    for way in ways(facts, 1) + ways(facts, receiver=1):
+        for measured in ("alone", "together", "loss", "packet", "mtu", "latency", "stalls", "datagrams"):
+            del way[measured]
+        way["reach"] = [] if way["from"] == 1 else [way["reach"][0] | {"state": "refused"}]
+    found = judge(facts)
+    assert [(one.cause, one.machines) for one in found] == [("lost", ("node1",))]
+    assert "not tested to its limit" not in report(facts, found)
+
+
 def test_two_faults_are_two_findings_and_the_costlier_is_first() -> None:
     facts = cluster(4)
     slower(0.6, ways(facts, 0, 1), ways(facts, 1, 0))
@@ -382,6 +401,14 @@ def test_an_error_of_the_leader_is_not_one_of_its_network(monkeypatch: pytest.Mo
     monkeypatch.setattr("towpath.cli.doctor._lead", fails)
     found = CliRunner().invoke(main.app, ["doctor", "--hosts", "127.0.0.1,192.0.2.1"])
     assert isinstance(found.exception, OSError) and "UNREACHABLE" not in found.output
+
+
+def test_a_report_is_printed_where_its_file_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("towpath.cli.doctor.Leader", Mock())
+    monkeypatch.setattr("towpath.cli.doctor.Examination.__init__", Mock(return_value=None))
+    monkeypatch.setattr("towpath.cli.doctor.Examination.run", Mock(return_value=(cluster(1), [])))
+    found = CliRunner(env={"RANK": None}).invoke(main.app, ["doctor", "--hosts", "127.0.0.1", "--json", "/dev/full"])
+    assert isinstance(found.exception, ConfigError) and "Nothing is wrong" in found.stdout
 
 
 # The time that an examination takes ----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from tests.cases import each
 from towpath.doctor import gathering, paths
 from towpath.doctor.gathering import Leader, LeaderLostError, Place, follow, why_unreachable
-from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice
+from towpath.doctor.interfaces import gloo_choice, interfaces, nccl_choice, resolved
 from towpath.doctor.paths import Peer, measure, reach
 from towpath.doctor.services import Services
 from towpath.errors import ConfigError
@@ -58,6 +58,10 @@ def test_the_largest_packet_that_passes_is_found(case: tuple[int, int | None]) -
         patch.setattr(paths, "_losses", lambda peer: [{}, {}])
         out, back = measure(Peer(LOCAL, 1, ""), 1.0)
     assert out == back and out["stalls"] and out["packet"] == largest
+
+
+def test_what_is_no_name_has_no_address() -> None:
+    assert resolved("node..1") == resolved("x" * 300) == []
 
 
 def test_how_a_connection_fails_is_told_apart() -> None:
@@ -171,7 +175,9 @@ def test_a_follower_that_ends_is_lost_and_the_others_answer() -> None:
     assert leader.ask({1: {"do": "facts"}, 2: {"do": "facts"}}, 10) == {2: [2, "facts"]}
     assert leader.lost == {1: "facts"}
     leader.dismiss("", 0)
-    assert any(isinstance(end, OSError) for end in followers.join())
+    (lost,) = (end for end in followers.join() if isinstance(end, OSError))
+    elsewhere = replace(place(1, 2, 1), leader="192.0.2.1")
+    assert "lost its connection to the first machine" in why_unreachable(elsewhere, lost).summary
 
 
 def test_strangers_are_not_let_in() -> None:
@@ -248,10 +254,31 @@ def test_a_leader_that_is_lost_is_neither_another_program_nor_a_firewall(
     assert found.remedy[0].startswith(f"See what {LOCAL} printed")
 
 
+def test_hosts_in_another_order_make_two_leaders_which_both_end() -> None:
+    port = closed_port()
+    leaders = [Leader(place(0, 2, port, "A,B"), lambda question: None, {})]
+    gathering = threading.Thread(target=lambda: ends.append(error_of(leaders[0])))
+    ends: list[str] = []
+    gathering.start()
+    # The other one, whose list names the first one second. It would listen on another machine.
+    leaders.append(Leader(place(0, 2, closed_port(), "B,A"), lambda question: None, {}))
+    leaders[1].place = replace(leaders[1].place, port=port, hosts=(LOCAL, LOCAL))
+    ends.append(error_of(leaders[1]))
+    gathering.join()
+    assert len(ends) == 2 and all("leads, too" in end and "same order" in end for end in ends)
+
+
+def error_of(leader: Leader) -> str:
+    with pytest.raises(ConfigError) as caught:
+        leader.gather(10, lambda text: None)
+    return str(caught.value)
+
+
 def test_a_host_that_does_not_come_is_asked_why() -> None:
-    leader = Leader(place(0, 2, closed_port(), hosts=(LOCAL, LOCAL)), lambda question: None, {})
+    hosts = (LOCAL, LOCAL, "no-such-host.invalid")
+    leader = Leader(place(0, 3, closed_port(), hosts=hosts), lambda question: None, {})
     leader.gather(0, lambda text: None)
-    assert leader.states == {1: "refused"}
+    assert leader.states == {1: "refused", 2: "no address"}
 
 
 def test_a_leader_that_is_not_there_is_diagnosed_from_here() -> None:

@@ -25,6 +25,7 @@ from towpath.files import check_output_file, write_output_file
 from towpath.plan.catalog import describe_model
 from towpath.plan.model import Model
 from towpath.progress import format_bytes, format_rate, show_progress
+from towpath.topology.cluster import counted
 
 _FOUND = 1
 _HEADINGS = {
@@ -77,20 +78,20 @@ def doctor(
     place = Place.of_launcher(port) if hosts is None else Place.of_hosts(listed, port)
     member = Examinee(place)
     if place.number == 0:
-        text, status = _lead(place, member, wait, described, output)
+        status = _lead(place, member, wait, described, output)
     else:
         try:
             text, status = follow(place, member.perform, member.hello, wait)
         except OSError as error:
             print(report({}, [why_unreachable(place, error)]), end="", file=sys.stderr, flush=True)
             raise typer.Exit(_FOUND) from None
-    if place.hosts or place.number == 0:
-        print(text, end="", flush=True)
+        if place.hosts:
+            print(text, end="", flush=True)
     raise typer.Exit(status)
 
 
-def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> tuple[str, int]:
-    """Examine all that come, and tell them the result. Return the report and the exit code."""
+def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Path | None) -> int:
+    """Examine all that come, and tell them and the user the result. Return the exit code."""
     with show_progress("Looking for the other machines") as say:
         leader = Leader(place, member.perform, member.hello)
         leader.gather(wait, say)
@@ -99,9 +100,10 @@ def _lead(place: Place, member: Examinee, wait: float, model: Model, output: Pat
         found = priced(facts, found, model)
     text, status = report(facts, found, model.name), _FOUND if found else 0
     leader.dismiss(text, status)
+    print(text, end="", flush=True)  # before the file, which may fail
     as_json = {**facts, "model": model.name, "findings": [asdict(each) for each in found]}
     write_output_file("--json", output, json.dumps(as_json, indent=1) + "\n")
-    return text, status
+    return status
 
 
 def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "") -> str:
@@ -115,7 +117,8 @@ def report(facts: Mapping[str, Any], findings: Sequence[Finding], model: str = "
     if not findings:
         slowest = min((way["alone"] for way in facts["ways"]), default=0.0)
         rates = f", and each direction carries {format_rate(slowest)} or more" if slowest else ""
-        console.print(f"Nothing is wrong: {len(facts['machines'])} machines in {facts['seconds']} s{rates}.")
+        examined = counted(len(facts["machines"]), "machine")
+        console.print(f"Nothing is wrong: {examined} in {facts['seconds']} s{rates}.")
     return file.getvalue()
 
 
@@ -148,7 +151,8 @@ def _print_ways(console: Console, facts: Mapping[str, Any]) -> None:
             row += [str(way["packet"] or "?"), f"{way['latency'] * 1e3:.3g} ms"]
         table.add_row(*row)
     console.print(table)
-    limit = OF_LOOPBACK * min(machine["loopback"] for machine in facts["machines"])
+    # 0 is that of a machine that was lost before it was measured.
+    limit = OF_LOOPBACK * min(machine["loopback"] or float("inf") for machine in facts["machines"])
     if any(way.get("alone", 0.0) > limit for way in facts["ways"]):
         console.print(
             f"What carries more than {format_rate(limit)} was not tested to its limit, which is that of sockets here."

@@ -134,12 +134,17 @@ class Leader:
     def gather(self, seconds: float, say: Callable[[str], object]) -> None:
         """Wait until all have come, or the time is over. Of hosts that have not come, find out how they answer."""
         until = time.monotonic() + seconds
-        with self._listener:
+        others = range(1, len(self.place.hosts))
+        with ThreadPoolExecutor(max(1, len(others))) as pool, self._listener:
+            checks = [pool.submit(self._check_follows, number) for number in others]
             while len(self.links) < self.place.world - 1 and (left := until - time.monotonic()) > 0:
                 say(f"waiting for {self.place.world - 1 - len(self.links)} of {self.place.world} processes")
                 self._listener.settimeout(min(left, 1.0))
                 with contextlib.suppress(OSError):
                     self._greet(accepted(self._listener.accept()[0]))
+                for check in checks:
+                    if check.done():
+                        check.result()
         missing = [number for number in range(1, len(self.place.hosts)) if number not in self.links]
         with ThreadPoolExecutor(max(1, len(missing))) as pool:
             self.states = dict(zip(missing, pool.map(self._state, missing), strict=True))
@@ -149,17 +154,32 @@ class Leader:
         with contextlib.suppress(OSError, KeyError):
             hello = link.receive()
             link.send({"key": self.place.key})
+            if hello["number"] == 0:
+                link.close()
+                raise self._another_leader(link.there, hello["key"])
             if hello["key"] == self.place.key:
                 self.links[hello["number"]], self.hellos[hello["number"]] = link, hello
                 return
         link.close()
+
+    def _check_follows(self, number: int) -> None:
+        """Raise ConfigError if a host leads, too. Only leaders listen at the port."""
+        host = self.place.hosts[number]
+        with contextlib.suppress(OSError, KeyError), _connected(host, self.place.port) as link:
+            raise self._another_leader(host, link.ask({"key": self.place.key, "number": 0})["key"])
+
+    def _another_leader(self, host: str, key: str) -> ConfigError:
+        return ConfigError(
+            f"{host} leads, too: it examines {key}, and this machine {self.place.key}. The first of --hosts leads. "
+            "Give the same addresses on all machines, in the same order."
+        )
 
     def _state(self, number: int) -> str:
         try:
             with _connected(self.place.hosts[number], self.place.port):
                 return "something else answers"
         except OSError as error:
-            return state_of(error)
+            return state_of(error) if resolved(self.place.hosts[number]) else "no address"
 
     def ask(self, questions: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         """Ask several at the same time, this process too. Return the answers that came in time.

@@ -111,7 +111,7 @@ def resolved(name: str) -> list[str]:
     found: list[str] = []
 
     def look() -> None:
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):  # no name at all
             for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
                 found.append(str(entry[4][0]))
 

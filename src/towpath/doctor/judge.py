@@ -69,7 +69,11 @@ class _Case:
         self.machines: list[dict[str, Any]] = facts["machines"]
         self.names: list[str] = [machine["name"] for machine in self.machines]
         every: dict[Direction, dict[str, Any]] = {(each["from"], each["to"]): each for each in facts["ways"]}
-        self.reach: dict[Direction, list[dict[str, Any]]] = {way: each["reach"] for way, each in every.items()}
+        # A machine that has said nothing of its own attempts is gone, so that it takes no connection means nothing.
+        there = {way[0] for way, each in every.items() if each["reach"]}
+        self.reach: dict[Direction, list[dict[str, Any]]] = {
+            way: each["reach"] if way[1] in there else [] for way, each in every.items()
+        }
         self.ways = {way: each for way, each in every.items() if "alone" in each}  # those that were measured
         self.explained: set[Direction] = set()  # directions that a finding has explained
 
@@ -174,7 +178,8 @@ def _absent(case: _Case) -> Iterator[Finding]:
             where = f"{each['name']} → {case.names[0]}"
             yield finding("firewall, leader", case.names[:1], where, other=each["name"], port=case.facts["port"])
         else:
-            yield finding("absent", [each["name"]], each["name"], state=each["state"])
+            key = "absent, no address" if each["state"] == "no address" else "absent"
+            yield finding(key, [each["name"]], each["name"], state=each["state"], leader=case.names[0])
     for each in case.facts["lost"]:
         # A machine that was lost at the first question is not among the machines.
         named = (m["name"] for m in case.machines if each["rank"] in [rank["rank"] for rank in m["ranks"]])

@@ -35,9 +35,10 @@ class ShareSampler(Sampler[list[int]]):
         seed: The seed of these orders. Default: 0.
 
     Raises:
-        ShardError: The model is not sharded, or its strategy has no shares, or another sampler of the model has another
-            micro-batch, or the dataset is smaller than a micro-batch of all ranks.
-        ConfigError: The micro-batch is too small to give each rank a row.
+        ShardError: The model is not sharded, or its strategy has no shares, or the dataset is smaller than a
+            micro-batch of all ranks.
+        ConfigError: The micro-batch is too small to give each rank a row, or another sampler of this model has another
+            `micro_batch`.
     """
 
     def __init__(

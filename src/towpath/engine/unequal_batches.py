@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from towpath.core.queues import LoggedCall
 from towpath.core.shares import AUTO, TOLD, Shares, adapted_rows, divided_rows
 from towpath.engine.comm import CommContext
 from towpath.engine.compute_clock import WARM_UP, ComputeClock
-from towpath.errors import ShardError, StepError
+from towpath.errors import ConfigError, StepError
 from towpath.logs import logger
 
 _LOG = logger("shares")
@@ -82,11 +82,12 @@ class UnequalBatches(Batches):
         self._scale = 0.0
         self._of_pass: int | None = None  # the tokens of the running backward pass
         self._of_step = 0  # those of the passes since the last boundary, on this rank
+        self._has_differed = False  # whether ranks had unequal numbers of tokens in a step
         self._told: Sequence[tuple[int, float, int]] = ()  # what all ranks have told at the last boundary
         # The rows of the island's ranks, each from a number of a micro-batch on.
         self._rows: list[tuple[int, tuple[int, ...]]] = []
-        self._micro_batch = 0  # the rows of the average rank
         self._before = 0  # rows of the islands before this one
+        self._micro_batch = 0  # the rows of the average rank
         self._windows = 0  # those that were measured
         self._seconds: Sequence[float] = ()  # what the rows follow
 
@@ -95,21 +96,16 @@ class UnequalBatches(Batches):
     def divide(self, micro_batch: int) -> int:
         """Divide micro-batches with `micro_batch` rows for the average rank. Return the rows of all ranks together."""
         job, ranks = self._comm.job.world, self._comm.groups.world
-        if self._rows:  # for another sampler, which must leave the rows of the first one as they are
-            if micro_batch != self._micro_batch:
-                raise ShardError(
-                    f"rank {self._number}: micro-batches of this model have {self._micro_batch} rows for the average "
-                    f"rank, and a second ShareSampler asks for {micro_batch}. Pass it the same micro_batch, or "
-                    "evaluate with PyTorch's DistributedSampler."
-                )
-            return micro_batch * job
-        self._micro_batch = micro_batch
-        if isinstance(self._shares, str):  # "auto"
-            rows, self._before = (micro_batch,) * ranks, self._first * micro_batch
-        else:
-            of_all = divided_rows(self._shares, micro_batch * job)
-            rows, self._before = of_all[self._first : self._first + ranks], sum(of_all[: self._first])
-        self._rows = [(0, rows)]
+        if not self._rows:
+            speeds = (1,) * job if isinstance(self._shares, str) else self._shares  # "auto" begins with equal rows
+            of_all = divided_rows(speeds, micro_batch * job)
+            self._rows = [(0, of_all[self._first : self._first + ranks])]
+            self._before, self._micro_batch = sum(of_all[: self._first]), micro_batch
+        elif micro_batch != self._micro_batch:
+            raise ConfigError(
+                f"micro_batch={micro_batch}: the rows of this model were divided for micro_batch={self._micro_batch}, "
+                "and all its samplers take the same. To evaluate, take PyTorch's DistributedSampler."
+            )
         return micro_batch * job
 
     @property
@@ -146,15 +142,24 @@ class UnequalBatches(Batches):
                 f"rank {self._number}: weigh() got a loss in {loss.dtype}, which would round its weight. Compute it in "
                 "float32, for example from logits.float()."
             )
-        count = operator.index(tokens)
+        try:
+            count = operator.index(tokens)
+        except TypeError:
+            count = -1
         if count < 0:
             raise StepError(
-                f"rank {self._number}: weigh() got {count} tokens; expected those that the loss is a mean of."
+                f"rank {self._number}: weigh() got {tokens} tokens; expected how many the loss is a mean of, as an int."
+            )
+        if getattr(loss, "towpath_weighed", False):
+            raise StepError(
+                f"rank {self._number}: weigh() got a loss that has a weight, and would multiply it by another one. If "
+                "two models have one loss, pass a module that calls both to towpath.shard()."
             )
         if not self._scale:
             self._scale = self._agreed_scale(count)
         self._of_pass = None  # in case that another backward pass failed before it reached the model
-        weighed = loss * (count / self._scale)
+        weighed: Any = loss * (count / self._scale)
+        weighed.towpath_weighed = True
         if weighed.requires_grad:
             weighed.register_hook(partial(self._pass_begins, count))
         return weighed
@@ -217,11 +222,15 @@ class UnequalBatches(Batches):
         return len(tokens) * self._scale / total
 
     def _check(self, tokens: Sequence[int]) -> None:
-        """Raise StepError if the data was divided evenly, and the shares say otherwise."""
+        """Raise StepError if the data was divided evenly, and the shares say otherwise.
+
+        Rows that were divided by the shares may have equally many labels by chance, and so may those of a caller.
+        """
         shares = self._shares
-        if shares == AUTO or len(set(tokens)) > 1 or len(set(self.rows)) == 1:
+        if shares == AUTO or self._rows or self._has_differed:
             return
-        if len(set(shares[self._first : self._first + len(tokens)])) > 1:
+        self._has_differed = len(set(tokens)) > 1
+        if not self._has_differed and len(set(shares[self._first : self._first + len(tokens)])) > 1:
             raise StepError(
                 f"rank {self._number}: every rank had {tokens[0]} tokens in this step, and shares={shares} want other "
                 "numbers. Take each rank's rows from towpath.ShareSampler(model, …), or leave shares out."

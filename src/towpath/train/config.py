@@ -240,6 +240,8 @@ class StrategyConfig(Section):
         if "+" in self.nodes and self.file is None:  # refused before ranks meet
             topology = Topology.parse(self.nodes)
             _ = topology.check_equal("strategy.name = auto") if self.auto else self.build(topology)
+            if isinstance(self.divided, tuple) and len(self.divided) != topology.world:
+                self.refuse("shares", f"{topology.world} numbers, one for each rank, or auto")
 
     @property
     def auto(self) -> bool:
@@ -354,6 +356,8 @@ class Config:
             train.refuse("evaluate_every", "0, since data.held_out = 0 leaves nothing to evaluate")
         if parallel.ranks == 1:
             return
+        if "+" in self.strategy.nodes:
+            Topology.parse(self.strategy.nodes).check_equal("[parallel]")
         if self.strategy.outer.every or OUTER in self.strategy.allow:
             raise ConfigError(
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
