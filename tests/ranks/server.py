@@ -241,7 +241,12 @@ def run_commands(
 
 def start_command(fn: Callable[..., Any], environment: dict[str, str], out: Path, err: Path, *args: Any) -> Any:
     """`fn(*args)` as a process, which writes to these files."""
-    process = _forkserver().Process(target=_command, args=(fn, args, environment, out, err))
+    return fork_from_server(_command, fn, args, environment, out, err)
+
+
+def fork_from_server(fn: Callable[..., None], *args: Any) -> Any:
+    """Return a new process of the server that calls `fn(*args)`."""
+    process = _forkserver().Process(target=fn, args=args)
     process.start()
     return process
 
