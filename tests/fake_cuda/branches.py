@@ -57,16 +57,18 @@ class _Finder:
     """Finds the branches of one file."""
 
     def __init__(self, path: Path) -> None:
-        self._source = path.read_text()
+        source = path.read_bytes()
+        self._lines = source.splitlines()  # bytes, because columns count them
         self._file = path.relative_to(SOURCES).as_posix()
-        self._tree = ast.parse(self._source)
+        self._tree = ast.parse(source)
+        nodes = list(ast.walk(self._tree))
         self._names: set[str] = set()  # variables and attributes that say whether there is a GPU, or are None without
         self.found: set[Branch] = set()
         for _ in range(2):  # one may be assigned from another
-            for node in ast.walk(self._tree):
+            for node in nodes:
                 if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
                     self._note_names(node)
-        for node in ast.walk(self._tree):
+        for node in nodes:
             self._visit(node)
 
     def _note_names(self, node: ast.Assign | ast.AnnAssign) -> None:
@@ -169,9 +171,9 @@ class _Finder:
         if isinstance(node, ast.Constant):
             return  # the compiler leaves nothing of it to see
         position: Any = node
-        text = (ast.get_source_segment(self._source, node) or "").partition("\n")[0]
         line, column = position.lineno, position.col_offset
         end = position.end_lineno, position.end_col_offset
+        text = self._lines[line - 1][column : end[1] if end[0] == line else None].decode()
         if isinstance(node, (ast.If, ast.With, ast.For, ast.While, ast.Try)):
             first = node.body[0]  # up to there
             end = first.lineno, first.col_offset
@@ -192,14 +194,14 @@ _seen: list[CodeType] = []  # so that none is freed, whose id another one would 
 
 
 @contextmanager
-def recording() -> Generator[set[Branch]]:
-    """Yield a set that gets the branches that run inside the block, on all threads.
+def recording(known: Iterable[Branch]) -> Generator[set[Branch]]:
+    """Yield a set that gets those of the known branches that run inside the block, on all threads.
 
     A function is watched until all of its branches have run, also in earlier blocks of this process: a step that is
     traced is several times slower. So a set may lack branches that ran in such a block.
     """
     by_file: dict[str, list[Branch]] = {}
-    for branch in branches():
+    for branch in known:
         by_file.setdefault(str(SOURCES / branch.file), []).append(branch)
     ran: set[Branch] = set()
 

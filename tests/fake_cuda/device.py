@@ -35,7 +35,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 _SOURCE = Path(__file__).with_name("device.cpp")
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -156,17 +156,17 @@ class Device:
 
         lent_out: list[torch.Tensor] = []
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
-        on_cpu, named = tree_map_only(torch.Tensor, lent, (args, kwargs))
+        on_cpu, named = _mapped(lent, args), _mapped(lent, kwargs)
         if any(argument.name == "device" for argument in op._schema.arguments):
             named["device"] = torch.device("cpu")
         # PyTorch hands numbers over as they are, also to parameters that are tensors. Another overload takes them.
         has_number = any(i < len(args) and isinstance(args[i], (int, float)) for i in known.tensors)
         out = (op.overloadpacket if has_number else op)(*on_cpu, **named)
         for position, name in known.written:
-            for alias in tree_leaves(on_cpu[position] if position < len(on_cpu) else named.get(name)):
-                if isinstance(alias, torch.Tensor) and id(alias) in originals:
+            for alias in _tensors(on_cpu[position] if position < len(on_cpu) else named.get(name)):
+                if id(alias) in originals:
                     _take_shape(originals[id(alias)], alias)
-        return tree_map_only(torch.Tensor, lambda t: originals[id(t)] if id(t) in originals else on_device(t), out)
+        return _mapped(lambda t: originals[id(t)] if id(t) in originals else on_device(t), out)
 
     def _check(self, op: Any, known: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise for tensors on two devices, and report if the host waits for the result."""
@@ -201,8 +201,30 @@ def _direction(target: torch.Tensor) -> str:
     return "to the device" if target.is_cuda else "to host memory"
 
 
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply `change` to each tensor among the arguments or results of an operator.
+
+    PyTorch's own functions for trees take most of the time of a small operator.
+    """
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    kind = type(values)
+    if kind is tuple or kind is list:
+        return kind(_mapped(change, value) for value in values)
+    if kind is dict:
+        return {name: _mapped(change, value) for name, value in values.items()}
+    return tree_map_only(torch.Tensor, change, values) if isinstance(values, tuple) else values
+
+
 def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(note, values)
+    return found
 
 
 def _take_shape(original: torch.Tensor, alias: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import towpath
-from tests.fake_cuda.branches import Branch, recording
+from tests.fake_cuda.branches import Branch, branches, recording
 from tests.fake_cuda.runtime import Runtime
 from tests.ranks.server import World
 
@@ -29,7 +29,8 @@ def on_gpus(ranks: int = 1) -> Callable[[Callable[..., None]], Callable[..., Non
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(world: Callable[[int], World], **arguments: Any) -> None:
-            ran.update(*world(ranks).run(_recorded, test.__module__, test.__name__, arguments))
+            # Ranks get the list of branches: to find them takes seconds, and would take them on each rank.
+            ran.update(*world(ranks).run(_recorded, test.__module__, test.__name__, arguments, branches()))
             ended.setdefault(test.__module__, set()).add(test.__name__)
 
         marked.setdefault(test.__module__, set()).add(test.__name__)
@@ -42,9 +43,9 @@ def on_gpus(ranks: int = 1) -> Callable[[Callable[..., None]], Callable[..., Non
     return mark
 
 
-def _recorded(module: str, test: str, arguments: dict[str, Any]) -> set[Branch]:
+def _recorded(module: str, test: str, arguments: dict[str, Any], known: frozenset[Branch]) -> set[Branch]:
     body = getattr(importlib.import_module(module), test).__wrapped__
-    with recording() as found:
+    with recording(known) as found:
         body(**arguments)
     return found
 

@@ -11,6 +11,7 @@ import pytest
 
 from lab import Cable, Lab, available
 from lab.lab import PRELOAD
+from tests.lab.warm import warm_lab
 from towpath.topology.cluster import Topology
 
 # Loaded once for each lab: else each rank of each call would import them.
@@ -47,7 +48,7 @@ def lab(kernel_allows_labs: None) -> Iterator[Callable[..., Lab]]:
     ) -> Lab:
         shape = (nodes, ranks, inter, intra, preload)
         if shape not in raised:
-            raised[shape] = Lab(Topology(nodes, ranks), inter=inter, intra=intra, preload=preload)
+            raised[shape] = warm_lab(Topology(nodes, ranks), inter=inter, intra=intra, preload=preload)
         return raised[shape]
 
     yield of

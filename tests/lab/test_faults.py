@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import towpath
 from benchmarks import gpt
-from lab import Lab
 from lab.lab import PRELOAD
 from lab.links import CABLE
+from tests.lab.warm import warm_lab
 from tests.ranks.strategies import seldom
 from towpath.errors import StepError
 
@@ -92,7 +92,7 @@ def _lose_the_link() -> None:
 def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
     strategy: str, stop: Callable[[], None], shape: towpath.Topology
 ) -> None:
-    with Lab(shape, preload=MODULES) as lab:
+    with warm_lab(shape, preload=MODULES) as lab:
         ends = lab.call(_train, strategy, stop, shape, timeout_seconds=HANGS_SECONDS)
     for rank, text in enumerate(ends[:-1]):
         assert text.startswith(f"rank {rank}: ")

@@ -13,6 +13,7 @@ import pytest
 from lab import Lab, Rate, link_counters
 from lab.errors import LabError
 from tests.lab import functions
+from tests.lab.warm import warm_lab
 from tests.ranks.strategies import seldom
 from towpath.topology.cluster import Topology
 
@@ -102,7 +103,7 @@ def test_senders_to_one_node_share_the_rate_of_its_cable(lab: Labs) -> None:
 def test_two_labs_of_one_shape_live_side_by_side() -> None:
     """Both new: in one that others have used, the last of their packets may still arrive."""
     shape = Topology(2, 2)
-    with Lab(shape, preload=OF_MESSAGES) as first, Lab(shape, preload=OF_MESSAGES) as second:
+    with warm_lab(shape, preload=OF_MESSAGES) as first, warm_lab(shape, preload=OF_MESSAGES) as second:
         before = first.counters()
         second.call(functions.counted_send, 0, 2, MEGABYTE)
         assert second.counters()[0].sent_bytes >= MEGABYTE

@@ -15,6 +15,7 @@ import towpath
 from lab import Lab
 from lab.errors import LabError
 from lab.lab import PRELOAD
+from tests.lab.warm import warm_lab
 from tests.ranks.strategies import seldom
 from towpath.topology.cluster import Topology
 
@@ -48,7 +49,7 @@ def train(rank: int, world: int, name: str, steps: int, named: bool) -> tuple[st
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(Topology(4, 1), inter="1gbit", spine="200mbit", racks=RACKS, preload=MODULES) as lab:
+    with warm_lab(Topology(4, 1), inter="1gbit", spine="200mbit", racks=RACKS, preload=MODULES) as lab:
         yield lab
 
 

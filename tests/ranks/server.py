@@ -91,7 +91,7 @@ class World:
         self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
         self._connections: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
-        context = _forkserver()
+        context = server()
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -241,7 +241,12 @@ def run_commands(
 
 def start_command(fn: Callable[..., Any], environment: dict[str, str], out: Path, err: Path, *args: Any) -> Any:
     """`fn(*args)` as a process, which writes to these files."""
-    process = _forkserver().Process(target=_command, args=(fn, args, environment, out, err))
+    return fork_from_server(_command, fn, args, environment, out, err)
+
+
+def fork_from_server(fn: Callable[..., None], *args: Any) -> Any:
+    """Return a new process of the server that calls `fn(*args)`."""
+    process = server().Process(target=fn, args=args)
     process.start()
     return process
 
@@ -273,7 +278,7 @@ def _end_with_parent() -> None:
 
 def start() -> None:
     """Let the server load what it preloads, in the meantime."""
-    _forkserver()
+    server()
     multiprocessing.forkserver.ensure_running()
 
 
@@ -285,7 +290,8 @@ def warnings_are_errors() -> None:
     warnings.simplefilter("error")
 
 
-def _forkserver() -> Any:
+def server() -> Any:
+    """Return the context of multiprocessing whose processes fork from the server."""
     os.environ.update(_ENVIRONMENT)  # the server's environment is its children's
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

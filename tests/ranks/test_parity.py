@@ -83,20 +83,25 @@ def whole_product() -> tuple[Case, ...]:
 @cache
 def every_pair() -> tuple[Case, ...]:
     """Always the case with the most new pairs; among equals on the fewest ranks, then of the values used least."""
-    wanted = {pair for case in whole_product() for pair in pairs(case)}
+    # Looked up once: the loop goes through all of them for each case that it chooses.
+    product = [(case, pairs(case), case.topology.world) for case in whole_product()]
+    wanted = {pair for _, held, _ in product for pair in held}
     used: Counter[Any] = Counter()
     chosen: set[Case] = set()
 
-    def worth(case: Case) -> tuple[int, int, int]:
-        values = (case.strategy, case.model, case.shape, case.micro_steps, case.dtype)
-        return len(pairs(case) & wanted), -case.topology.world, -sum(used[v] for v in values)
-
     while wanted:
-        case = max(whole_product(), key=worth)
+        gains = [len(held & wanted) for _, held, _ in product]
+        most = max(gains)
+        best = [(case, ranks) for (case, _, ranks), gain in zip(product, gains, strict=True) if gain == most]
+        case, _ = max(best, key=lambda each: (-each[1], -sum(used[value] for value in _values(each[0]))))
         chosen.add(case)
         wanted.difference_update(pairs(case))
-        used.update((case.strategy, case.model, case.shape, case.micro_steps, case.dtype))
+        used.update(_values(case))
     return tuple(case for case in whole_product() if case in chosen)
+
+
+def _values(case: Case) -> tuple[Any, ...]:
+    return case.strategy, case.model, case.shape, case.micro_steps, case.dtype
 
 
 @cache

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tests import codec_cases
+from tests.ranks.server import server
 from tests.ranks.strategies import seldom
 from tools import kernels
 from towpath.core.formats import Codec
@@ -35,17 +37,18 @@ Run = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    yield from _elsewhere({"TRITON_INTERPRET": "1"}, tmp_path_factory.mktemp("triton"))
+    # Triton itself must be imported there, so the process cannot fork from a server that has it.
+    yield from _elsewhere({"TRITON_INTERPRET": "1"}, tmp_path_factory.mktemp("triton"), get_context("spawn"))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    yield from _elsewhere({"TRITON_INTERPRET": "0"}, tmp_path_factory.mktemp("triton"))
+    yield from _elsewhere({"TRITON_INTERPRET": "0"}, tmp_path_factory.mktemp("triton"), server())
 
 
-def _elsewhere(environment: dict[str, str], cache: Path) -> Iterator[Run]:
+def _elsewhere(environment: dict[str, str], cache: Path, context: BaseContext) -> Iterator[Run]:
     environment = {**environment, "TRITON_CACHE_DIR": str(cache)}
-    with ProcessPoolExecutor(1, get_context("spawn"), _prepare, (environment,)) as process:
+    with ProcessPoolExecutor(1, context, _prepare, (environment,)) as process:
         yield lambda work, *args: process.submit(work, *args).result()
 
 
