@@ -3,10 +3,10 @@
     islands [CASE …] [--kills 10] [--period 60] [--seed 0] [--folder DIR] [--quick] [--resume]
 
 Each node of a lab is an island of one rank with a torchrun of its own. It runs `towpath train`, with int4 exchanges
-over a cable of 10 Mbit/s. A step takes a tenth of a second at least, so that the cores of this machine, which all
-islands share, do not limit it. Once per period, one rank gets SIGKILL, and torchrun starts it again. Seeded dice choose
-which one, and when: somewhere in the local steps of a period, or in an exchange. In the cases "2x1 …", the lost
-island is not started again. At the end:
+over a cable of 10 Mbit/s. A step takes a tenth of a second at least, because all islands share the cores of this
+machine. Once per period, one rank gets SIGKILL, and torchrun starts it again. Seeded dice choose which one, and when:
+somewhere in the local steps of a period, or in an exchange. In the cases "2x1 …", the lost island is not started again.
+At the end:
 
     every step of an island that was not lost is in the weight of exactly one
     result that was applied, and so is every step of a lost one up to its last

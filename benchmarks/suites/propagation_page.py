@@ -210,8 +210,8 @@ def _training_sections(runs: Sequence[Run]) -> Iterator[str]:
         return
     yield "## Training\n\n" + _filled(
         "Perplexity is that of the end, over the uncompressed run of the same seed. The loss to reach is that of the "
-        "uncompressed run of the seed at two thirds of its steps: steps and time are those until a run has it, over "
-        "those of the uncompressed run. The time of a step is simulated, with links of 50 mbit/s and blocks that wait "
+        "uncompressed run at two thirds of its steps. Steps and time until a run has it are over those of the "
+        "uncompressed run. The time of a step is simulated, with links of 50 mbit/s and blocks that wait "
         "as in `python -m benchmarks pipeline optimus-50mbit`. Encoding takes no time there, and a dropped message is "
         "counted as one of rank 1, so the variants are rather slower than shown."
     )

@@ -17,7 +17,7 @@ Shares = tuple[float, ...] | Literal["auto"]
 AUTO: Final = "auto"
 # "auto" divides the rows anew if the speed of a rank has changed by this share, and the slowest rank gains the second.
 DRIFT, GAIN = 0.1, 0.02
-_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_NUMBER = r"(\d+\.?\d*|\.\d+)"  # a speed in a text, such as 2 or 0.5
 # What each rank tells the others at a boundary: its tokens in the step, the seconds that it computes for a token (or
 # 0), and how many micro-batches its sampler has drawn.
 TOLD = Struct("<qdq")

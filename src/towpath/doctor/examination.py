@@ -49,7 +49,7 @@ class Examinee:
 
     @cached_property
     def _services(self) -> Services:
-        """The services that the other machines measure with. Only the first process of a machine is asked for them."""
+        """The services that the other machines measure with. Only the first process of a machine opens them."""
         return Services()
 
     def perform(self, question: Any) -> Any:

@@ -101,7 +101,7 @@ def main(folder: str, lease_seconds: str, warm: str) -> None:
     os.close(log)
     os.chdir("/")  # keep no file system busy
     remove_leftovers(memory.path.parent, float(lease_seconds))
-    # The warm process ends with this one: nobody else holds the other end of its stdin.
+    # The warm process ends with this one, which alone holds the other end of its stdin. The name keeps that end open.
     _child = subprocess.Popen(_command("warm"), stdin=subprocess.PIPE) if warm == "1" else None
     guard(memory, held, float(lease_seconds))
 

@@ -9,7 +9,7 @@ like itself (`run_warm`), before it loads torch. It sends its arguments, environ
 the warm process becomes the rank. The process itself stays as a stub. It passes signals on, and ends with the rank's
 exit code or signal. If the stub ends first, in whatever way, the kernel kills the rank.
 
-A digest in the name of the socket says what is alike (`identity`). It has all that a fork inherits, and that torch
+A digest in the name of the socket says what must be equal (`identity`). It has all that a fork inherits, and that torch
 could read when it is loaded: the interpreter, the sources, the environment, and what the kernel keeps of a process.
 If anything differs, or fails before the rank runs, `run_warm` returns, and the process goes on as if there were no
 warm one. Two differences stay: `ps` shows the warm process's command line for the rank, and SIGSTOP reaches the stub
