@@ -138,7 +138,15 @@ class Command:
 
 
 @pytest.fixture
-def command(token: str) -> Iterator[Command]:
+def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labs of this test have their folders to themselves. Labs of other tests sweep what dead owners leave."""
+    folder = str(tmp_path_factory.mktemp("t"))
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+
+
+@pytest.fixture
+def command(token: str, own_folders: None) -> Iterator[Command]:
     running = Command(token)
     try:
         running.wait_until_up()
@@ -217,7 +225,7 @@ def test_a_stopped_guard_of_a_dead_owner_is_swept(command: Command) -> None:
     assert not folders_of(command.process.pid)
 
 
-def test_a_sweep_keeps_what_has_an_owner() -> None:
+def test_a_sweep_keeps_what_has_an_owner(own_folders: None) -> None:
     mine = make_folder()
     strangers = mine.with_name(mine.name.replace(f"-{os.getpid()}-", "-1-", 1))
     strangers.mkdir()
