@@ -25,7 +25,7 @@ from benchmarks.harness.comparison import Pool, Say
 from benchmarks.harness.figures import Check, verdict
 from towpath.errors import ConfigError, TowpathError
 from towpath.files import check_output_file
-from towpath.topology.groups import launched
+from towpath.topology.launcher import launched
 
 ROUNDS = 6  # the fewest with an interval at 95 %, and even, so that every candidate has each place equally often
 QUICK_ROUNDS = 2

@@ -248,7 +248,7 @@ def soak(case: SoakCase, folder: Path, kills: int, seed: int, say: Callable[[str
 
 def as_rank(pids: str, arguments: list[str]) -> None:
     """Run `towpath` with a slow disk, in a process that writes its pid to a file."""
-    from towpath.topology.groups import local_rank
+    from towpath.topology.launcher import local_rank
 
     name = Path(pids, f".{local_rank()}")
     name.write_text(str(os.getpid()))

@@ -394,6 +394,11 @@ def test_a_mistake_names_the_remedy(arguments: list[str]) -> None:
     assert isinstance(found.exception, ConfigError) and "machine" in str(found.exception)
 
 
+def test_a_second_process_of_a_machine_does_not_take_the_place_of_the_first() -> None:
+    found = CliRunner(env={"LOCAL_RANK": "1"}).invoke(main.app, ["doctor", "--hosts", "127.0.0.1,192.0.2.1"])
+    assert isinstance(found.exception, ConfigError) and "LOCAL_RANK=1" in str(found.exception)
+
+
 def test_an_error_of_the_leader_is_not_one_of_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")

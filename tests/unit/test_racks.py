@@ -26,7 +26,7 @@ from towpath.plan.catalog import load_cluster
 from towpath.plan.hardware import CABLE, SPINE, Racks, StageLocation
 from towpath.plan.transfer_costs import TransferShape, message_cost, phase_costs
 from towpath.topology.cluster import Extent, Topology
-from towpath.topology.groups import numbers_by_rack
+from towpath.topology.launcher import numbers_by_rack
 
 SHAPES = [Topology(*shape) for shape in ((4, 2, 2), (6, 1, 2), (6, 2, 3), (8, 3, 2), (3, 2, 1), (9, 1, 3))]
 

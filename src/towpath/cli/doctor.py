@@ -18,7 +18,7 @@ from towpath.cli.terminal import table_of
 from towpath.doctor.examination import Examination, Examinee
 from towpath.doctor.findings import Finding, Severity
 from towpath.doctor.gain import priced
-from towpath.doctor.gathering import PORT, Leader, Place, follow, is_launched, why_unreachable
+from towpath.doctor.gathering import PORT, Leader, Place, follow, why_unreachable
 from towpath.doctor.judge import OF_LOOPBACK
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
@@ -26,6 +26,7 @@ from towpath.plan.catalog import describe_model
 from towpath.plan.model import Model
 from towpath.progress import format_bytes, format_rate, show_progress
 from towpath.topology.cluster import counted
+from towpath.topology.launcher import launched
 
 _FOUND = 1
 _HEADINGS = {
@@ -67,7 +68,7 @@ def doctor(
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError(f"doctor asks the kernel of Linux; this is {sys.platform}. Run it on Linux machines.")
-    if hosts is None and not is_launched():
+    if hosts is None and not launched():
         raise ConfigError(
             "doctor examines several machines: pass --hosts A,B with their addresses, and start it on each of them, or "
             "start it with torchrun … -m towpath doctor."

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from towpath.errors import ConfigError
 from towpath.files import check_output_file
+from towpath.topology.launcher import launched
 
 
 class CommandGroup(typer.Typer):
@@ -74,8 +75,6 @@ def load_torch() -> None:
 
 def check_launched(command: str) -> None:
     """Raise `ConfigError` if no launcher has started this process as a rank."""
-    from towpath.topology.groups import launched
-
     if not launched():
         raise ConfigError(
             f"{command} measures between ranks, but no launcher started this process as a rank. Start it with torchrun "

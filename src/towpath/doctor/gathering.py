@@ -22,6 +22,7 @@ from towpath.doctor.findings import Finding, finding
 from towpath.doctor.interfaces import interface_of, interfaces, is_usable, resolved, source_towards
 from towpath.errors import ConfigError
 from towpath.json_connection import SHORT_BYTES, JsonConnection
+from towpath.topology.launcher import local_rank, meeting_point, node_name
 
 PORT = 29511
 
@@ -35,11 +36,6 @@ _SILENT_SECONDS = 300.0
 
 class LeaderLostError(OSError):
     """A connection to the leader that broke, or fell silent, after the leader had welcomed this process."""
-
-
-def is_launched() -> bool:
-    """Return whether a launcher has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +65,15 @@ class Place:
     @staticmethod
     def of_launcher(port: int) -> Place:
         """Return the place that the launcher gave this process in its environment."""
-        leader, rank = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ["RANK"])
+        (leader, store_port), world = meeting_point(), int(os.environ["WORLD_SIZE"])
         return Place(
-            number=rank,
-            world=int(os.environ["WORLD_SIZE"]),
+            number=int(os.environ["RANK"]),
+            world=world,
             leader=leader,
             port=port,
-            local=int(os.environ.get("LOCAL_RANK", "0")),
-            machine=os.environ.get("GROUP_RANK") or socket.gethostname(),
-            key=f"{leader}:{os.environ.get('MASTER_PORT')} of {os.environ['WORLD_SIZE']}",
+            local=local_rank(),
+            machine=node_name(),
+            key=f"{leader}:{store_port} of {world}",
         )
 
     @staticmethod
@@ -85,8 +81,13 @@ class Place:
         """Return the place of this machine in a list of hosts, which is the same on all of them.
 
         Raises:
-            ConfigError: None of them is this machine, or several are.
+            ConfigError: None of them is this machine, or several are. Or this is not the machine's first process.
         """
+        if local_rank():
+            raise ConfigError(
+                "--hosts: one process of each machine takes part, and a launcher has started more (this one has "
+                f"LOCAL_RANK={local_rank()}). Start one on each machine, or leave out --hosts: the launcher knows them."
+            )
         found, own = {host: resolved(host) for host in hosts}, interfaces()
         here = [host == socket.gethostname() or any(interface_of(a, own) for a in found[host]) for host in hosts]
         if sum(here) != 1 or len(set(hosts)) < len(hosts):

@@ -54,7 +54,7 @@ from towpath.outer.meeting import Seat
 from towpath.outer.register import Key, Message, key_of
 from towpath.outer.sync import FragmentExchange, OuterSync, step_slow_weights
 from towpath.topology.between_jobs import group_between_jobs, open_store
-from towpath.topology.groups import rendezvous_address
+from towpath.topology.launcher import meeting_point
 from towpath.topology.together import AllRanks, described
 from towpath.version import __version__
 
@@ -393,7 +393,7 @@ class IslandSync(OuterSync):
             assert self._seat is not None
             answer = self._seat.ask(message)
             if answer["host"].startswith("127.") and self.plan.strategy.topology.nodes > 1:
-                answer["host"] = rendezvous_address().rpartition(":")[0]
+                answer["host"], _ = meeting_point()
             return answer
 
         return self._on_rank_0(ask)

@@ -1,9 +1,8 @@
-"""Process groups, and the launcher's environment. No other file creates groups or reads these variables."""
+"""Process groups. No other file creates them."""
 
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from towpath.errors import ConfigError
 from towpath.topology.cluster import RankSets
+from towpath.topology.launcher import RackName, checked_racks, launched, node_name, rack_name
 from towpath.topology.store import gather_through_store
 
 Shared = TypeVar("Shared")
@@ -348,20 +348,6 @@ def check_process_group() -> None:
         )
 
 
-def launched() -> bool:
-    """Return whether a launcher has started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def rendezvous_address() -> str:
-    """Return the address of the launcher's store, as host:port."""
-    return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
-
-
 class Ranks(Protocol):
     """Ranks that exchange objects: a process group (`Groups`), or the ranks of a mesh."""
 
@@ -374,10 +360,10 @@ class Ranks(Protocol):
 def detect_shape(groups: Ranks | None = None) -> tuple[int, tuple[int, ...], int | None]:
     """Return the number of nodes, the ranks of each, and the nodes in each rack, which are the fields of `Topology`.
 
-    The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
+    `node_name` tells nodes apart, and `rack_name` racks.
     """
     groups = groups or Groups()
-    told = groups.all_gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
+    told = groups.all_gather_objects((node_name(), rack_name()))
     homes: list[str] = [home for home, _ in told]
     sizes = Counter(homes)
     if len(list(groupby(homes))) > len(sizes):
@@ -394,58 +380,10 @@ def detect_shape(groups: Ranks | None = None) -> tuple[int, tuple[int, ...], int
     return len(sizes), tuple(sizes.values()), _nodes_per_rack(racks, groups.members)
 
 
-# A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever
-# order the launcher has numbered the nodes.
-
-# The name of a rack, and whether the user gave it.
-RackName = tuple[str, bool]
-
-
-def rack_name() -> RackName:
-    """Return the name of this node's rack, or an empty name if its environment has none.
-
-    It is `TOWPATH_RACK`, or else the switches above the node that Slurm names with its plugin topology/tree.
-    """
-    if name := os.environ.get("TOWPATH_RACK", "").strip():
-        return name, True
-    return os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], False
-
-
-def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
-    """Return the new number of each rank, so that the ranks of a rack are consecutive. Rank 0 remains rank 0.
-
-    Args:
-        racks: The rack of each rank, by the launcher's numbers.
-    """
-    names = _checked_racks(racks)
-    first = {name: names.index(name) for name in set(names)}
-    order = sorted(range(len(names)), key=lambda rank: (first[names[rank]], rank))
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _checked_racks(racks: Sequence[RackName]) -> list[str]:
-    """Return the name of each rank's rack. Raise if the user named racks that do not have equally many ranks."""
-    names = [name for name, _ in racks]
-    sizes = Counter(names)
-    if len(sizes) == 1 or not any(told for _, told in racks):
-        return names
-    remedy = "To train without racks, set TOWPATH_RACK to the same name on every node."
-    if "" in sizes:
-        named, unnamed = next(i for i, name in enumerate(names) if name), names.index("")
-        raise ConfigError(
-            f"rank {named} is in rack {names[named]!r}, and rank {unnamed} is in none. Set TOWPATH_RACK on every node. "
-            f"{remedy}"
-        )
-    if len(set(sizes.values())) > 1:
-        counts = ", ".join(f"{name!r} has {n}" for name, n in sizes.items())
-        raise ConfigError(f"uneven racks: {counts} ranks. Start equally many nodes in each rack. {remedy}")
-    return names
-
-
 def _nodes_per_rack(racks: Sequence[RackName], members: Sequence[int]) -> int | None:
     """Return how many nodes each rack has, from the rack of each node. Return None if they have no common number."""
     whole = len(members) == 1 or len(members) == dist.get_world_size()
-    names = _checked_racks(racks) if whole else [name for name, _ in racks]
+    names = checked_racks(racks) if whole else [name for name, _ in racks]
     sizes = Counter(names)
     nodes = len(names) // len(sizes)
     if len(set(sizes.values())) > 1:

@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import HashStore
 
 from towpath.errors import ConfigError, StepError
 from towpath.protect import timeline
-from towpath.topology.groups import Groups, launched, local_rank, numbers_by_rack, rack_name, rendezvous_address
+from towpath.topology.groups import Groups
+from towpath.topology.launcher import launched, local_rank, meeting_point, numbers_by_rack, rack_name
 from towpath.topology.store import DEFAULT_TIMEOUT, gather_through_store, join_store
 
 # A launcher sets all of these for every rank.
@@ -66,6 +67,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     on_gpu = device.type == "cuda"
     # Small agreements between ranks go over the CPU, so that they do not wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    where = ":".join(meeting_point())
     try:
         store, rank, world = (HashStore(), 0, 1) if alone() else join_store(timeout)
         facts = (gpu_of(device) if on_gpu else None, rack_name())
@@ -78,7 +80,6 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
             backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
         )
     except dist.DistError as error:
-        where = rendezvous_address()
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise ConfigError(
                 f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
@@ -92,8 +93,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         if "gloo" not in str(error):
             raise
         raise StepError(
-            f"the ranks could not meet at {rendezvous_address()}: {first_line(error)} `towpath doctor` examines the "
-            "network."
+            f"the ranks could not meet at {where}: {first_line(error)} `towpath doctor` examines the network."
         ) from error
     timeline.mark("joined")
     return device

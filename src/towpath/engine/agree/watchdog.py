@@ -41,7 +41,8 @@ from towpath.engine.agree.digest import CollectiveLog, StepLog, difference, dive
 from towpath.engine.agree.status import RankStatus
 from towpath.errors import StepError
 from towpath.logs import logger
-from towpath.topology.groups import Groups, rendezvous_address
+from towpath.topology.groups import Groups
+from towpath.topology.launcher import meeting_point
 from towpath.topology.store import StatusStore
 
 _LOG = logger("engine")
@@ -359,7 +360,7 @@ class NextRank:
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
         self.has_left = False  # whether the next rank has ended without an error
         with socket.create_server(("", 0)) as listener:
-            host, _, _ = rendezvous_address().rpartition(":")
+            host, _ = meeting_point()
             # Something else may be listening at an address, or connect to it. The token shows who is meant.
             token = uuid.uuid4().bytes
             here = _own_address(host), listener.getsockname()[1]
