@@ -326,6 +326,8 @@ def test_two_samplers_of_a_model_take_micro_batches_of_one_size() -> None:
     fresh: Any = towpath.shard(Net(), model.towpath_engine.strategy)
     with pytest.raises(ConfigError, match="0 rows for 3 ranks"):
         towpath.ShareSampler(fresh, 20, 0)
+    with pytest.raises(ConfigError, match=r"micro_batch=1.5: expected .* a whole number"):
+        towpath.ShareSampler(fresh, 20, 1.5)  # type: ignore[arg-type]
 
 
 def test_a_run_resumes_with_other_shares_and_no_sample_comes_twice(world: Worlds, tmp_path: Path) -> None:

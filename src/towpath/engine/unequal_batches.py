@@ -95,6 +95,8 @@ class UnequalBatches(Batches):
 
     def divide(self, micro_batch: int) -> int:
         """Divide micro-batches with `micro_batch` rows for the average rank. Return the rows of all ranks together."""
+        if type(micro_batch) is not int:
+            raise ConfigError(f"micro_batch={micro_batch!r}: expected the rows of a micro-batch, as a whole number.")
         job, ranks = self._comm.job.world, self._comm.groups.world
         if not self._rows:
             speeds = (1,) * job if isinstance(self._shares, str) else self._shares  # "auto" begins with equal rows
