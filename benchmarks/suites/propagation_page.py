@@ -23,6 +23,7 @@ from benchmarks.suites.propagation import (
     LATE,
     LAYOUTS,
     LOSES,
+    MIDDLE,
     NEXT,
     PROPAGATES,
     RESCALED,
@@ -35,6 +36,9 @@ from benchmarks.suites.propagation import (
 )
 from benchmarks.suites.quality import judged
 from benchmarks.suites.quality_pipeline import steps_to
+
+SUMMARISED = (PROPAGATES, LOSES, DROPS)  # the gradients that the guide shows
+TIMES = ("time to the loss", "time to its last loss")
 
 Run = Mapping[str, Any]
 Row = Sequence[str]
@@ -180,6 +184,22 @@ def _gradient_table(figures: Mapping[Key, Sequence[float]], columns: Sequence[tu
     return _table(("step", "tokens", "micro-batches", "variant", *(name for name, _, _ in columns)), rows)
 
 
+def gradient_summary() -> str:
+    """Return noise and bias of the first stage's weights with each of `SUMMARISED`, a row per tokens and layout."""
+    figures = gradient_figures(measured_runs())
+    rows: list[Row] = []
+    for step, times, layout in _places(figures):
+        if step == MIDDLE:
+            means = (
+                statistics.mean(figures[step, times, layout, variant, WEIGHTS, figure, 0])
+                for figure in ("noise", "bias of halves")
+                for variant in SUMMARISED
+            )
+            rows.append((f"× {times}", str(layout), *(f"{each:.2g}" for each in means)))
+    heads = (f"{kind}{variant}" for kind in ("noise: ", "bias: ") for variant in SUMMARISED)
+    return _table(("tokens", "micro-batches", *heads), rows)
+
+
 def _pairing_table(figures: Mapping[Key, Sequence[float]]) -> str:
     rows = [
         (
@@ -213,11 +233,23 @@ def _training_sections(runs: Sequence[Run]) -> Iterator[str]:
         "uncompressed run at two thirds of its steps. Steps and time until a run has it are over those of the "
         "uncompressed run. The time of a step is simulated, with links of 50 mbit/s and blocks that wait "
         "as in `python -m benchmarks pipeline optimus-50mbit`. Encoding takes no time there, and a dropped message is "
-        "counted as one of rank 1, so the variants are rather slower than shown."
+        "counted as one of rank 1, so the variants are rather slower than shown. The last column has the time that a "
+        "variant takes to its own last loss, over that of the uncompressed run to this loss. The learning rate then is "
+        "near 0, and small differences of the loss are many steps."
     )
-    head = ("variant", "perplexity", "by seed", "steps to the loss", "times as fast a step", "time to the loss")
+    head = (*("variant", "perplexity", "by seed", "steps to the loss", "times as fast a step"), *TIMES)
     for training, rows in each:
         yield f"### {training}\n\n" + _table(head, rows)
+
+
+def training_summary() -> str:
+    """Return what each variant costs in perplexity and in time, a row per training and variant."""
+    runs = measured_runs()
+    rows: list[Row] = []
+    for training in TRAININGS:
+        for variant, perplexity, _, _, _, *times in training_rows(runs, training):
+            rows.append((str(training), variant, perplexity, *times))
+    return _table(("training", "variant", "perplexity", *TIMES), rows)
 
 
 def training_rows(runs: Sequence[Run], training: Training) -> list[Row]:
@@ -227,6 +259,7 @@ def training_rows(runs: Sequence[Run], training: Training) -> list[Row]:
     found: list[Row] = []
     for row in judged([dict(run) for run in chosen], list(VARIANTS), BASELINE, math.exp):
         steps: list[float | None] = []
+        same: list[float] = []  # the share of its steps after which the uncompressed run has the variant's last loss
         times = 1.0
         for run in chosen:
             base = baselines.get(run["case"]["seed"])
@@ -234,9 +267,11 @@ def training_rows(runs: Sequence[Run], training: Training) -> list[Row]:
                 target = loss_at(base["curve"], TARGET * training.steps)
                 needed = steps_to(run["curve"], target)
                 steps.append(None if needed is None else needed / (TARGET * training.steps))
+                same.append((steps_to(base["curve"], run["curve"][-1][1]) or training.steps) / training.steps)
                 times = base["step_seconds"] / run["step_seconds"]
         reached = [each for each in steps if each is not None]
         mean = statistics.mean(reached) if len(reached) == len(steps) else None
         taken = ("not reached", "not reached") if mean is None else (f"{mean:.3f}", f"{mean / times:.3f}")
-        found.append((row.variant, f"{row.mean:+.2%}", row.by_seed, taken[0], f"{times:.3f}", taken[1]))
+        to_last = f"{1 / statistics.mean(same) / times:.3f}"
+        found.append((row.variant, f"{row.mean:+.2%}", row.by_seed, taken[0], f"{times:.3f}", taken[1], to_last))
     return found

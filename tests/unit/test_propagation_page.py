@@ -33,9 +33,11 @@ def test_a_variant_is_compared_with_the_uncompressed_run_of_its_own_layout() -> 
         run(LOSES, MANY, 3.5, 5.0),
     ]
     assert training_rows(runs, FEW) == []
-    (variant, perplexity, _, _, times, _), (_, _, _, *slower) = training_rows(runs, MANY)
+    (variant, perplexity, _, _, times, _, to_last), (_, _, _, *slower) = training_rows(runs, MANY)
     assert (variant, perplexity, times) == (PROPAGATES, "+10.00%", "2.000")
     assert slower[1] == "2.000" and float(slower[0]) > 1
+    # The uncompressed run has a loss of 3.5 halfway between its steps 50 and 100, and its steps take twice as long.
+    assert slower[3] == f"{100 / 75 / 2:.3f}" and float(to_last) < float(slower[3])
 
 
 def test_trainings_on_the_sources_of_another_python_are_not_compared() -> None:

@@ -609,6 +609,13 @@ def predicted_wires_table() -> str:
     return table(("cluster", "training", "step", "times as fast as FSDP2", "GB out of a node", "GiB of a rank"), found)
 
 
+def propagation_table(name: str) -> str:
+    """Return one of the two tables in which the guide sums up what error propagation does."""
+    from benchmarks.suites import propagation_page
+
+    return {"gradients": propagation_page.gradient_summary, "trainings": propagation_page.training_summary}[name]()
+
+
 TABLES = {
     "wires-predicted": predicted_wires_table,
     "loading": loading_table,
@@ -618,6 +625,8 @@ TABLES = {
     "lora": lora_table,
     "pipeline-quality": pipeline_quality_table,
     "pipeline-ranks": pipeline_ranks_table,
+    "propagation-gradients": lambda: propagation_table("gradients"),
+    "propagation-trainings": lambda: propagation_table("trainings"),
     "outer-quality": outer_quality_table,
     "outer-time": outer_time_table,
     "muon": lambda: measured_table("muon"),
