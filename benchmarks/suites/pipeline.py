@@ -146,8 +146,9 @@ def compression_of(name: str, sizes: Sizes) -> Compression:
             case ["gradient", "rank", rank]:
                 sizes = replace(sizes, gradient_rank=int(rank))
     words = set(parts.split("+"))
+    propagated = Transport(codec=f"low-rank:{sizes.rank}", feedback="first")  # as in Optimus-CC
     found = Compression(
-        activation_gradients=f"low-rank:{sizes.rank}" if "cb" in words else "none",
+        activation_gradients=propagated if "cb" in words else "none",
         gradients=f"low-rank:{sizes.gradient_rank}" if {"sc", "sc-all"} & words else "none",
         share_of_stages=1.0 if "sc-all" in words else 0.75,
         fused_embeddings="fe" in words,

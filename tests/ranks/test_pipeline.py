@@ -378,8 +378,8 @@ def test_evaluation_between_steps_gives_the_loss_and_changes_nothing(world: Worl
 
 def _evaluated(schedule: str) -> None:
     """With encoded messages: an evaluation changes neither what senders have missed, nor the seeds of rounding."""
-    outputs = Transport(codec="int8+stochastic", feedback="first")
-    options = {"compression": Compression("low-rank:2", outputs), "dtype": torch.float32}
+    packed = Compression(*(Transport(codec=codec, feedback="first") for codec in ("low-rank:2", "int8+stochastic")))
+    options = {"compression": packed, "dtype": torch.float32}
     made = [_pipeline(2, 2, schedule, "zero3", 4, TOKENS, **options) for _ in range(2)]
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2) for p in made]
     x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))

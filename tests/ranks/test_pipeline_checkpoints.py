@@ -25,7 +25,8 @@ from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline, split
 
 # 12 positions of a micro-batch × 16: matrices of which rank 2 is less. All that has a state.
-LOSSY = Compression("low-rank:2", gradients=Transport(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
+KEEPS = Transport(codec="low-rank:2", feedback="first")
+LOSSY = Compression(KEEPS, gradients=KEEPS, share_of_stages=0.5)
 
 
 def _made(sizes: tuple[int, int], schedule: str, strategy: str, tied: bool, **options: Any) -> Pipeline:

@@ -84,7 +84,7 @@ def _bytes_of_shares(packed: Compression) -> Any:
     return planned, (scheduled.inter_bytes, scheduled.intra_bytes), 2 * 4 * TOKENS * WIDTH * 2
 
 
-BOTH = Compression("low-rank:2", Transport(codec="int8", feedback="first"))
+BOTH = Compression(*(Transport(codec=codec, feedback="first") for codec in ("low-rank:2", "int8")))
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def test_all_of_optimus_cc_on_shares_is_one_process_if_nothing_is_lost(world: Wo
 
 def _all_of_optimus_cc() -> None:
     mesh = _mesh(copies=2)
-    packed = Compression("low-rank:1", gradients="low-rank:1", share_of_stages=0.5, every_gradient=True)
+    keeps = Transport(codec="low-rank:1", feedback="first")
+    packed = Compression(keeps, gradients=keeps, share_of_stages=0.5, every_gradient=True)
     stages = [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)]
     options: dict[str, Any] = {"example": torch.zeros(2, TOKENS // 2, dtype=torch.int64), "loss": _of_tokens}
     pipeline = _made(stages, mesh, compression=packed, tied=("tokens", "head"), **options)

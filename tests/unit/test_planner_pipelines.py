@@ -15,6 +15,7 @@ from towpath.cli.main import app
 from towpath.core.passes import Compression, gpipe, most_in_flight, one_forward_one_backward
 from towpath.core.queues import COMMUNICATOR_BYTES
 from towpath.core.strategy import Strategy
+from towpath.core.transport import Transport
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
 from towpath.plan.catalog import describe_model, load_cluster, named_models
@@ -154,10 +155,13 @@ def test_encoded_gradients_take_less_of_the_cable_where_it_is_narrow() -> None:
     slow = load_cluster("ethernet-1g", 4)
     request = Request(16, 20 * GIB, checkpointing=False)
     made = Pipelines(lambda count: SHAPE.staged("gpt", 128, count), slow, request)
-    plain, packed = (made.predict(Layout(4, compression=name), Batching(4, 4)) for name in ("none", "optimus-cb"))
+    papers = Compression(Transport(codec="low-rank:16", feedback="first"))
+    each = ("none", "optimus-cb", papers)
+    plain, packed, propagated = (made.predict(Layout(4, compression=one), Batching(4, 4)) for one in each)
     assert packed.inter_bytes < plain.inter_bytes and packed.seconds < plain.seconds
-    # The error feedback and Q of a message, in float32.
-    assert packed.memory["compression"] == 4 * (4 * 128 * 64 + 16 * 64)
+    # Q of a message, in float32, and the error that is propagated.
+    assert packed.memory["compression"] == 4 * 16 * 64
+    assert propagated.memory["compression"] == 4 * (4 * 128 * 64 + 16 * 64)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

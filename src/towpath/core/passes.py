@@ -265,8 +265,9 @@ def _sent(message: Message | None) -> Iterator[Operation]:
 class Compression:
     """The codecs of a pipeline: of messages between stages, and of gradients inside stages.
 
-    A codec is given as text or as a `Transport`. Low rank given as text, such as 'low-rank:16', uses error feedback:
-    what one message loses is added to the next. A `Transport` can turn that off.
+    A codec is given as text or as a `Transport`. `gradients` given as text use error feedback: what one sum loses is
+    added to the next. Messages between stages forget what they lose, because the next one has other tokens. Optimus-CC
+    adds it there, too, as `Transport(codec="low-rank:16", feedback="first")` does.
 
     Args:
         activation_gradients: The codec of gradients that stages send back. Only exposed ones use it (`Message`).
@@ -290,9 +291,8 @@ class Compression:
         for name in ("activation_gradients", "activations", "gradients"):
             transport = getattr(self, name)
             if not isinstance(transport, Transport):
-                transport = Transport(
-                    codec=transport, feedback="first" if str(transport).startswith(LOW_RANK) else "none"
-                )
+                keeps = name == "gradients" and str(transport).startswith(LOW_RANK)
+                transport = Transport(codec=transport, feedback="first" if keeps else "none")
                 object.__setattr__(self, name, transport)
             if name != "gradients":
                 transport.check(Op.SEND, f"Compression: {name}")

@@ -17,17 +17,19 @@ from towpath.core.formats import Precision
 from towpath.core.passes import Compression
 from towpath.core.passes import compression as named_compression
 from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
 from towpath.pipeline.schedules import walks
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.request import Request
 from towpath.plan.solver import Batching
 
-# Rank 16 between stages, rank 128 of the gradients of three of four stages.
+# Rank 16 between stages, with error propagation as in the paper. Rank 128 of the gradients of three of four stages.
+_PROPAGATED = Transport(codec="low-rank:16", feedback="first")
 OPTIMUS = {
     "nothing": Compression(fused_embeddings=False),
-    "CB": named_compression("optimus-cb"),
-    "CB + FE": named_compression("optimus-cb+fe"),
-    "CB + FE + SC": named_compression("optimus-cb+fe+sc"),
+    "CB": named_compression("optimus-cb", activation_gradients=_PROPAGATED),
+    "CB + FE": named_compression("optimus-cb+fe", activation_gradients=_PROPAGATED),
+    "CB + FE + SC": named_compression("optimus-cb+fe+sc", activation_gradients=_PROPAGATED),
 }
 # Table 2: days of 230,000 steps.
 DAYS = {
