@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import towpath
@@ -25,9 +27,11 @@ def test_the_papers_parts_build_on_one_another() -> None:
     assert (str(cb.activation_gradients.codec), cb.activation_gradients.feedback) == ("low-rank:16", "none")
     assert not cb.fused_embeddings and fe == compression("optimus-cb", fused_embeddings=True)
     assert (str(sc.gradients.codec), sc.gradients.feedback) == ("low-rank:128", "first") and sc.share_of_stages == 0.75
+    papers = Transport(codec="low-rank:16", feedback="first")
+    assert COMPRESSIONS["optimus-cc"] == replace(sc, activation_gradients=papers)
     propagated = Transport(codec="low-rank:4", feedback="first")
-    papers = compression("optimus-cb+fe+sc", activation_gradients=propagated, gradients=Transport(codec="low-rank:8"))
-    assert papers.gradients.feedback == "none" and papers.activation_gradients.feedback == "first"
+    changed = compression("optimus-cb+fe+sc", activation_gradients=propagated, gradients=Transport(codec="low-rank:8"))
+    assert changed.gradients.feedback == "none" and changed.activation_gradients.feedback == "first"
 
 
 def test_all_gradients_may_be_encoded_and_not_only_the_exposed() -> None:
@@ -64,8 +68,8 @@ def test_gradients_that_a_stage_cuts_are_refused() -> None:
 
 
 def test_what_is_no_compression_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"unknown compression 'optimus'; did you mean 'optimus-cb'"):
-        compression("optimus")
+    with pytest.raises(ConfigError, match=r"unknown compression 'optimus-c'; did you mean 'optimus-cc'"):
+        compression("optimus-c")
     with pytest.raises(ConfigError, match="has no option rank; it has activation_gradients"):
         compression("optimus-cb", rank=4)
     with pytest.raises(ConfigError, match=r"gradients takes low rank, .*got int8:256.* belong to the strategy"):

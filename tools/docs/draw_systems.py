@@ -46,6 +46,7 @@ PIPELINES = {
     "optimus-cb": compression("optimus-cb"),
     "optimus-cb+fe": compression("optimus-cb+fe"),
     "optimus-cb+fe+sc": compression("optimus-cb+fe+sc"),
+    "optimus-cc": compression("optimus-cc"),
 }
 DRAWN_PIPELINES = ("none", "optimus-cb+fe+sc")
 

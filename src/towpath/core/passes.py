@@ -352,14 +352,16 @@ def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple
 
 
 # The three parts of Optimus-CC, with the matrix ranks of its section 9: compressed backpropagation (cb), fused
-# embedding synchronization (fe), and selective stage compression (sc).
+# embedding synchronization (fe), and selective stage compression (sc). "optimus-cc" also has its error propagation.
 _BACKPROPAGATION = Compression("low-rank:16", fused_embeddings=False)
 _FUSED = replace(_BACKPROPAGATION, fused_embeddings=True)
+_SELECTIVE = replace(_FUSED, gradients="low-rank:128")
 COMPRESSIONS = {
     "none": Compression(),
     "optimus-cb": _BACKPROPAGATION,
     "optimus-cb+fe": _FUSED,
-    "optimus-cb+fe+sc": replace(_FUSED, gradients="low-rank:128"),
+    "optimus-cb+fe+sc": _SELECTIVE,
+    "optimus-cc": replace(_SELECTIVE, activation_gradients=Transport(codec="low-rank:16", feedback="first")),
 }
 
 
@@ -367,7 +369,7 @@ def compression(name: str, **options: Any) -> Compression:
     """Return a preset of `Compression`.
 
     Args:
-        name: 'none', 'optimus-cb', 'optimus-cb+fe' or 'optimus-cb+fe+sc'.
+        name: 'none', 'optimus-cb', 'optimus-cb+fe', 'optimus-cb+fe+sc' or 'optimus-cc'.
         options: Fields of `Compression` that replace those of the preset.
 
     Raises:

@@ -296,7 +296,7 @@ class ParallelConfig(Section):
     pipeline: int = key(1, "ranks of a pipeline; 1: no pipeline", ABOVE_0)
     tensor: int = key(1, "tensor-parallel ranks of one node; 1: none", ABOVE_0)
     schedule: str = key("1F1B", "or GPipe, Interleaved1F1B (docs/guides/pipelines.md)", one_of(*SCHEDULES))
-    compression: str = key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
+    compression: str = key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc, optimus-cc", one_of(*COMPRESSIONS))
 
     def check(self) -> None:
         if self.pipeline == 1:

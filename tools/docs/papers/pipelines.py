@@ -29,7 +29,7 @@ OPTIMUS = {
     "nothing": Compression(fused_embeddings=False),
     "CB": named_compression("optimus-cb", activation_gradients=_PROPAGATED),
     "CB + FE": named_compression("optimus-cb+fe", activation_gradients=_PROPAGATED),
-    "CB + FE + SC": named_compression("optimus-cb+fe+sc", activation_gradients=_PROPAGATED),
+    "CB + FE + SC": named_compression("optimus-cc"),
 }
 # Table 2: days of 230,000 steps.
 DAYS = {
