@@ -265,21 +265,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     found = published.load()
+    runs = {run.id: run for run in found.runs}
+    if unknown := [name for name in options.rows if name not in runs]:
+        parser.error(f"no such row: {', '.join(unknown)}. Rows have the ids of benchmarks/published.toml.")
+    if options.write and options.rows:
+        parser.error("--write writes the forecasts of all rows: leave out the rows.")
     if options.write:
         every = {run.id: forecast(found, run) for run in found.runs}
         text = {name: each.recorded() for name, each in every.items() if each is not None}
         FILE.write_text(json.dumps(text, indent=1) + "\n")
         return
-    named = (
-        [run for run in found.across_nodes() if run.id in options.rows]
-        if options.rows
-        else found.across_nodes("development")
-    )
-    forecasts = [each for run in named if (each := forecast(found, run)) is not None]
-    print("\n".join(lines(forecasts)))
-    errors = [abs(each.error) for each in forecasts]
-    within = sum(error <= 0.15 for error in errors) / len(errors)
-    print(f"{len(errors)} rows: mean error {statistics.mean(errors):.1%}, {within:.0%} within 15 %")
+    named = [runs[name] for name in options.rows] or found.across_nodes("development")
+    forecasts = {run.id: forecast(found, run) for run in named}
+    for name in options.rows:
+        if forecasts[name] is None:
+            print(
+                f"{name}: no forecast. It fixes the rate of its group, or no run does, or the planner lacks its kind."
+            )
+    made = [each for each in forecasts.values() if each is not None]
+    print("\n".join(lines(made)))
+    for fixed, about in ((True, "with a run of their group on one node"), (False, "without one")):
+        errors = [abs(each.error) for each in made if (found.calibrating(each.run) is not None) is fixed]
+        if errors:
+            within = sum(error <= 0.15 for error in errors) / len(errors)
+            print(f"{len(errors)} rows {about}: mean error {statistics.mean(errors):.1%}, {within:.0%} within 15 %")
 
 
 if __name__ == "__main__":

@@ -362,6 +362,33 @@ def test_what_a_loss_raises_is_told_on_all_others() -> None:
     assert "rank 1, stage 1: IndexError: Target 30 is out of bounds." in told[0]
 
 
+@pytest.mark.parametrize("what", ["forward", "message"])
+def test_the_others_are_told_what_a_stage_raised(what: str) -> None:
+    """Also an error of Towpath's that one rank alone raises, which that rank raises as it is."""
+    with World(2, group_timeout=2.0) as ranks:
+        told = ranks.run(_raises_in_first_stage, what)
+    assert "a stage that fails" in told[0]
+    kind = "ValueError: " if what == "forward" else ""
+    assert f"rank 0, stage 0: {kind}a stage that fails" in told[1]
+
+
+def _raises_in_first_stage(what: str) -> str:
+    pipeline = _made([partial(Plain, s) for s in range(2)], "ddp", (2, 1), micro_batches=2)
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("a stage that fails") if what == "forward" else StepError("a stage that fails")
+
+    (stage,) = pipeline._stages
+    if dist.get_rank() == 0 and what == "forward":
+        pipeline.modules[0].register_forward_pre_hook(fails)
+    elif dist.get_rank() == 0:
+        stage.get_fwd_send_ops = fails  # type: ignore[method-assign]
+    x, y = _batch(0, 0, 2)
+    with pytest.raises(StepError) as failure:
+        pipeline.step(x, target=y)
+    return str(failure.value)
+
+
 def _raises() -> str:
     options: dict[str, Any] = {"micro_batches": 2, "loss": nn.functional.cross_entropy}
     pipeline = _made([partial(Plain, s) for s in range(2)], "ddp", (2, 1), **options)

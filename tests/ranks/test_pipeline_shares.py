@@ -200,21 +200,32 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
         if self.first:
-            return self.linear(x), x[:, :1] > 0, self.linear(x)[:3]
+            return self.linear(x), x[:, :1] > 0, self.linear(x)[:3].T.contiguous().T
         return torch.where(more[0], self.linear(x), 0.0)
 
 
 @on_ranks(4)
 def test_tensors_of_other_kinds_and_sizes_arrive() -> None:
-    """Truth values in shares, three rows as they are, and no gradient of the last one."""
+    """Truth values in shares, three columns of memory as they are, and no gradient of the last two."""
     mesh = _mesh()
     pipeline = _made([partial(Odd, seed) for seed in range(2)], mesh, units=None)
     assert _shares(pipeline) == [2, 2, 1]
     whole = nn.ModuleList(Odd(seed) for seed in range(2))
     x, y = _rows()
+    sent = [0]
+    for stage in pipeline._stages:
+        for kind in ("fwd", "bwd"):
+            setattr(stage, f"get_{kind}_send_ops", _weighed(getattr(stage, f"get_{kind}_send_ops"), sent))
     for _ in range(2):
         pipeline.zero_grad()
         loss = pipeline.step(x, target=y)
+    kinds = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
+    planned = [
+        t for t in pipeline.schedule(towpath.Topology(2, 2)).transfers if t.kind in kinds and t.move.op is Op.SEND
+    ]
+    total = torch.tensor(sent)
+    dist.all_reduce(total)
+    assert 2 * sum(t.inter_bytes for t in planned) == int(total)
     expected = _loss(whole[1](*whole[0](x)), y)
     assert float(loss) == pytest.approx(expected.item(), rel=1e-9)
     expected.backward()
@@ -230,7 +241,8 @@ def test_ranks_that_have_other_values_than_their_peers_are_told_once() -> None:
     assert group is not None
     encoding = Encoding((TOKENS // 2, WIDTH), x.dtype, Transport(), group)
     sender = SendEncoder([encoding, encoding, encoding], torch.device("cpu"), "outputs of stage 1")
-    (share, _, zeros) = sender.messages([x * (1 + dist.get_rank() / 100), torch.full_like(x, torch.nan), None], False)
+    sent = [x * (1 + dist.get_rank() / 100), torch.full_like(x, torch.nan), None]
+    (share, _, zeros) = sender.messages(sent, encoded=False, in_step=True)
     assert share is not None and torch.equal(
         share, (x * (1 + dist.get_rank() / 100)).chunk(2)[dist.get_rank()].flatten()
     )
@@ -239,7 +251,27 @@ def test_ranks_that_have_other_values_than_their_peers_are_told_once() -> None:
         r"outputs of stage 1, tensor 2, differ by \d+% between the tensor-parallel ranks \[0, 1\]; expected the same"
     )
     with pytest.raises(StepError, match=words):
-        sender.messages([x, x, x + dist.get_rank()], False)
+        sender.messages([x, x, x + dist.get_rank()], encoded=False, in_step=True)
+
+
+@pytest.mark.parametrize("before", ["zeros", "an evaluation"])
+@on_ranks(2)
+def test_what_says_nothing_of_later_messages_does_not_use_up_the_comparison(before: str) -> None:
+    group, (x, _) = dist.group.WORLD, _rows(TOKENS)
+    encoding = Encoding((TOKENS // 2, WIDTH), x.dtype, Transport(), group)
+    sender = SendEncoder([encoding], torch.device("cpu"), "outputs of stage 1")
+    sender.messages([torch.zeros_like(x) if before == "zeros" else x], encoded=False, in_step=before == "zeros")
+    with pytest.raises(StepError, match="outputs of stage 1, tensor 0, differ by"):
+        sender.messages([x + dist.get_rank()], encoded=False, in_step=True)
+
+
+@on_ranks(2)
+def test_integers_of_peers_have_to_be_equal() -> None:
+    positions = torch.arange(1000, 1000 + TOKENS).view(TOKENS, 1)
+    encoding = Encoding((TOKENS // 2, 1), positions.dtype, Transport(), dist.group.WORLD)
+    sender = SendEncoder([encoding], torch.device("cpu"), "outputs of stage 1")
+    with pytest.raises(StepError, match="differ by 100%"):
+        sender.messages([positions + dist.get_rank()], encoded=False, in_step=True)
 
 
 def test_a_share_is_whole_rows_or_everything() -> None:

@@ -183,9 +183,9 @@ def test_a_share_is_sent_without_a_copy_and_gathered_by_one_call(transport: Tran
         receive: Any = SimpleNamespace(tensor=None)
         info = SimpleNamespace(buffer=torch.empty(x.shape))
         buffer = info.buffer
-        sends.messages([x], encoded=True)
+        sends.messages([x], encoded=True, in_step=True)
         launches.computation.clear()
-        (message,) = sends.messages([x], encoded=True)
+        (message,) = sends.messages([x], encoded=True, in_step=True)
         receives.begin(0, [receive], [info], encoded=True)
         assert message is not None and receive.tensor.shape == message.shape
         sent = launches.computation.copy()

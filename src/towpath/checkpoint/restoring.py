@@ -151,8 +151,8 @@ class Restore:
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
         if local.engines and carried:
             self.notes.append(
-                "codec feedback starts at zero: the checkpoint's is of another strategy, of other units or of another "
-                "number of nodes or ranks. To carry it over, resume with those of the checkpoint"
+                "codec feedback starts at zero: the checkpoint's is of another strategy or compression, of other units "
+                "or of another number of nodes or ranks. To carry it over, resume with those of the checkpoint"
             )
 
     def check(self) -> None:

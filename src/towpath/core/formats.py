@@ -23,7 +23,7 @@ from towpath.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# Collectives send integers, too. Parameters are floating (`BucketSpec`).
+# Collectives send integers and pipeline stages masks, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -31,8 +31,10 @@ _ITEM_BYTES = {
     "float16": 2,
     "int64": 8,
     "int32": 4,
+    "int16": 2,
     "int8": 1,
     "uint8": 1,
+    "bool": 1,
 }
 
 # Sums of these dtypes are computed in float32. A sum in a narrow dtype would lose small terms.

@@ -403,6 +403,8 @@ def message_transfers(
     kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
     groups = tuple(Group(ranks, tuple(range(len(ranks)))) for ranks in gathering)
     for each in outputs:
+        if message.backward and each.dtype not in FLOATING:
+            continue  # integers have no gradients
         payload = Activation(message.source, each.sent_shape, each.dtype)
         transport = transport_for(each.dtype, compression.of(message))
         yield Transfer(kind, payload, send(pairs), transport, topology, message.micro_batch)

@@ -25,6 +25,7 @@ from towpath.observe.record import Trace
 
 # Of the norm of a tensor. Kernels that add in any order, and bf16, make smaller differences between equal ranks.
 _MOST_APART = 0.05
+_MOST_COMPARISONS = 16  # of a tensor that was only zeros, which say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ class Encoding:
 
     def share(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what this rank sends of a tensor: the part of its rows that belongs to it, or all of it."""
-        return tensor if self.peers is None else tensor.detach().reshape(self.peers.size(), -1)[self.peers.rank()]
+        if self.peers is None:
+            return tensor.contiguous()
+        return tensor.detach().reshape(self.peers.size(), -1)[self.peers.rank()]
 
     def gathered(self, share: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor of which `share` has arrived. That is `tensor`, or without peers the share itself."""
@@ -82,28 +85,38 @@ class Encoding:
         all_gather_single(tensor.detach().view(-1), share.reshape(-1), self.peers)
         return tensor
 
-    def check_same(self, tensor: torch.Tensor, what: str) -> None:
-        """Raise `StepError` on all peers unless they have the same tensor, up to rounding. The host waits for it."""
+    def check_same(self, tensor: torch.Tensor, what: str) -> bool:
+        """Raise `StepError` on all peers unless they have the same tensor, up to rounding. The host waits for it.
+
+        Return False if it is all zeros, so that nothing was compared.
+        """
         if self.peers is None:
-            return
+            return True
         tensor = tensor.detach().contiguous()
         gathered = self.gathered(self.share(tensor), torch.empty_like(tensor))
-        apart = ((gathered.float() - tensor.float()).norm() / tensor.float().norm()).nan_to_num(0.0)
-        dist.all_reduce(apart, dist.ReduceOp.MAX, group=self.peers)
-        if apart > _MOST_APART:
+        if tensor.is_floating_point():
+            size = tensor.float().norm().nan_to_num(1.0)
+            apart = ((gathered.float() - tensor.float()).norm() / size).nan_to_num(0.0)
+        else:  # nothing rounds them
+            size, apart = tensor.ne(0).any().float(), gathered.ne(tensor).any().float()
+        seen = torch.stack([apart, size])
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.peers)
+        most, largest = seen.tolist()
+        if most > _MOST_APART:
             raise StepError(
-                f"{what} differ by {float(apart):.0%} between the tensor-parallel ranks "
+                f"{what} differ by {most:.0%} between the tensor-parallel ranks "
                 f"{dist.get_process_group_ranks(self.peers)}; expected the same, because each sends a share. Give them "
                 "the same batch and random numbers. If the values are meant to differ, the stage must return "
                 "DTensor.from_local(values, mesh, [Shard(dim)]).to_local(). Then each rank sends all of them."
             )
+        return largest > 0
 
 
 class Sender:
     """The encoder of one tensor of a link, with its error feedback.
 
-    What a message loses is added to the next encoded one, in the next step if it was the last one of its own step (lazy
-    error propagation).
+    With feedback, what a message loses is added to the next encoded one, in the next step if it was the last one of its
+    own step (lazy error propagation).
     """
 
     def __init__(self, encoding: Encoding, device: torch.device, label: str) -> None:
@@ -172,10 +185,17 @@ class SendEncoder:
     def __init__(self, encodings: Sequence[Encoding], device: torch.device, label: str) -> None:
         self._encodings, self._device, self._label = encodings, device, label
         self.senders = {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
-        self._checked = set[int]()  # the tensors that peers have compared
+        # How often peers still compare each tensor, by its number and whether a step sends it. In an evaluation there
+        # is no dropout, of which the random numbers may differ.
+        self._comparisons: dict[tuple[int, bool], int] = {}
 
-    def messages(self, tensors: Sequence[torch.Tensor | None], encoded: bool) -> tuple[torch.Tensor | None, ...]:
-        """Return what is sent of the tensors. A gradient that was not computed is zeros."""
+    def messages(
+        self, tensors: Sequence[torch.Tensor | None], encoded: bool, in_step: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return what is sent of the tensors. A gradient that was not computed is zeros.
+
+        `in_step`: Whether it is sent in a step, and not in an evaluation.
+        """
         found = list(tensors)
         for i, encoding in enumerate(self._encodings):
             tensor = found[i]
@@ -184,9 +204,9 @@ class SendEncoder:
                     continue
                 share = torch.zeros(encoding.shape, dtype=encoding.dtype, device=self._device)
             else:
-                if i not in self._checked:
-                    encoding.check_same(tensor, f"{self._label}, tensor {i},")
-                    self._checked.add(i)
+                if left := self._comparisons.get((i, in_step), _MOST_COMPARISONS):
+                    compared = encoding.check_same(tensor, f"{self._label}, tensor {i},")
+                    self._comparisons[i, in_step] = 0 if compared else left - 1
                 share = encoding.share(tensor)
             found[i] = self.senders[i].encoded(share) if encoded and i in self.senders else share
         return tuple(found)

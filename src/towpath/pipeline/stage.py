@@ -142,7 +142,8 @@ class TowpathStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        self.fwd_cache[fwd_chunk_id] = self._sends_outputs.messages(outputs, self._encodes_outputs), inputs
+        sent = self._sends_outputs.messages(outputs, self._encodes_outputs, self.has_backward)
+        self.fwd_cache[fwd_chunk_id] = sent, inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = outputs, inputs
         return self._traced(found, "output", self.stage_index, fwd_chunk_id)
@@ -167,7 +168,8 @@ class TowpathStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
         if self.has_backward and not self.is_first:
-            self.bwd_cache[bwd_chunk_id] = self._sends_gradients.messages(self.bwd_cache[bwd_chunk_id], encodes)
+            gradients = self._sends_gradients.messages(self.bwd_cache[bwd_chunk_id], encodes, in_step=True)
+            self.bwd_cache[bwd_chunk_id] = gradients
         found = self._of_gradients(super().get_bwd_send_ops(bwd_chunk_id))
         return self._traced(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
