@@ -16,7 +16,7 @@ from towpath.core.passes import Compression, gpipe, most_in_flight, one_forward_
 from towpath.core.queues import COMMUNICATOR_BYTES
 from towpath.core.strategy import Strategy
 from towpath.core.transport import Transport
-from towpath.errors import PlanError
+from towpath.errors import ConfigError, PlanError
 from towpath.pipeline.schedules import walks
 from towpath.plan.catalog import describe_model, load_cluster, named_models
 from towpath.plan.hardware import GIB
@@ -197,3 +197,9 @@ def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> No
 def test_what_cannot_be_is_said(options: list[str], words: str) -> None:
     seen = command("--batch", "64", *options)
     assert seen.exit_code != 0 and words in str(seen.exception or seen.output)
+
+
+@pytest.mark.parametrize(("allowed", "told"), [("optimus-cb", "add --pipeline"), ("optimus-cd", "optimus-cc")])
+def test_a_compression_that_is_not_used_or_unknown_is_refused(allowed: str, told: str) -> None:
+    found = command("--batch", "32", "--allow", allowed)
+    assert isinstance(found.exception, ConfigError) and told in str(found.exception)

@@ -166,7 +166,13 @@ def plan(
     check_output_file("--trace", trace)
     check_picture_file("--report", report)
     names = [name.strip() for name in allow.split(",") if name.strip()]
-    weights, gradients = codecs_for_both(name for name in names if name not in COMPRESSIONS)
+    compressions = dict.fromkeys(("none", *(name for name in names if name in COMPRESSIONS)))
+    if len(compressions) > 1 and not pipeline:
+        raise ConfigError(f"--allow {list(compressions)[-1]} compresses what pipeline stages send: add --pipeline.")
+    try:
+        weights, gradients = codecs_for_both(name for name in names if name not in COMPRESSIONS)
+    except ConfigError as error:
+        raise ConfigError(f"--allow: {error} For a pipeline: {', '.join(COMPRESSIONS)}.") from None
     for option, given in (("--report", report), ("--offload", offload), ("--allow outer", OUTER in names or None)):
         if pipeline and given is not None:
             raise ConfigError(f"{option} is planned without pipelines only: leave out --pipeline, or {option}.")
@@ -187,7 +193,6 @@ def plan(
     solver = Solver(describe_model(model, length), found, request)
     stages = None
     if pipeline:
-        compressions = dict.fromkeys(("none", *(name for name in names if name in COMPRESSIONS)))
         layouts = [replace(each, compression=name) for each in pipeline for name in compressions]
         stages = _stages(model, length, solver, layouts)
     files = PlanFiles(output, report, trace, as_json)
