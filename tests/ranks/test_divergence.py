@@ -5,6 +5,7 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.forms import in_form
@@ -301,3 +303,46 @@ def _fail_alone() -> str:
             _fragile_loss(model, rank, 0, 1).backward()
         del model.blocks[1].when
     return error_of(lambda: _fragile_loss(model, rank, 0, 2).backward())
+
+
+def test_a_rank_that_has_ended_is_told_in_a_call_in_which_it_is_missed() -> None:
+    """Where no transfer is under way, whose connections would show it."""
+    with World(2) as ranks:
+        for connection in ranks._connections:
+            connection.send((_meet_alone, (), 60.0))
+        assert ranks._connections[0].poll(60.0), "rank 0 hangs"
+        ok, text = ranks._connections[0].recv()
+    assert ok and text.startswith("rank 0: the process of rank 1 has ended"), text
+    assert "in get_model_state_dict()" in text and "left out a call that every rank must make" in text
+
+
+def _meet_alone() -> str:
+    model: Any = towpath.shard(nn.Linear(4, 4), "zero3", topology=towpath.Topology(2, 1))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    full = StateDictOptions(full_state_dict=True)
+    return error_of(lambda: towpath.checkpoint.get_model_state_dict(model, options=full))
+
+
+def test_a_step_that_one_rank_leaves_out_is_told_on_both_where_a_norm_meets_a_boundary() -> None:
+    """Over gloo, a process ends without a word if two messages of different sizes meet in a group."""
+    with World(2, group_timeout=12.0) as ranks:
+        texts = ranks.run(_leave_out_a_step)
+    assert all("on rank 0: a norm, a sum or an extreme of" in text for text in texts), texts
+
+
+def _leave_out_a_step() -> str:
+    model: Any = towpath.shard(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), "paro-iig", topology=towpath.Topology(2, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(skips: bool) -> None:
+        model(torch.ones(2, 8)).square().mean().backward()
+        if not skips:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    step(skips=False)
+    return error_of(lambda: [step(skips=dist.get_rank() == 1) for _ in range(2)])

@@ -153,9 +153,7 @@ class CommContext:
         self.record = Record(self.watchdog, timer, self.job.world // groups.world)
         self._everyone = Watchdog.of(self.job)
         self._everyone.oversee(self.watchdog)
-        # Without a GPU, gloo notices that a process ends, but not that a machine no longer answers.
-        if device.type == "cuda" or protected:
-            self._everyone.watch_processes(protected)
+        self._everyone.watch_processes(protected)
         self.program = Program(log, groups)
         # The streams belong to the process group and not to the model: its transfers and those of another model over
         # the same group then have one order on all ranks.
@@ -231,7 +229,9 @@ class CommContext:
         # NCCL's communicators take memory on the device, so collectives on the training thread borrow one.
         if shares_groups(self._backend):
             return self._of_lane(ranks, "control", topology, borrows=True)
-        return self.groups.of(ranks, "control", self._backend)
+        # Gloo ends a process without a word if a norm meets a boundary of another size, as after a step that one rank
+        # has left out. In a group of their own, both wait, and the watchdog says why.
+        return self.groups.of(ranks, "norms", self._backend)
 
     def _of_lane(self, ranks: RankSets, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
         """Return this rank's process group of the lane of `queue`."""

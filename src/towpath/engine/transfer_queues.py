@@ -75,9 +75,9 @@ class RankTransfer:
             numbers = ", ".join(str(members.first + other) for other in others)
             raise StepError(
                 f"rank {members.number}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
-                f"one of its peers (rank {numbers}) has died, hangs, is at another step or has lost its link. See what "
-                "it printed, and restart the job from the last checkpoint. If it said nothing, `towpath doctor` "
-                f"examines the network. {self._describe_ranks(others)}"
+                f"one of its peers (rank {numbers}) has died, hangs, is at another step, has had fewer batches or has "
+                "lost its link. See what it printed, and restart the job from the last checkpoint. If it said nothing, "
+                f"`towpath doctor` examines the network. {self._describe_ranks(others)}"
             ) from error
 
 

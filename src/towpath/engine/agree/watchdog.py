@@ -8,7 +8,8 @@ On a GPU the host runs ahead, and a transfer that never ends blocks the device a
 not finished count as waiting, too. If they can never end, the device's process groups are aborted. The training thread
 then continues, and gets the error at its next transfer.
 
-Nor does the host notice there that a peer has died, until NCCL's own watchdog stops the device. So each rank holds a
+Nor does the host notice there that a peer has died, until NCCL's own watchdog stops the device. Over gloo it notices
+only in transfers, and neither in a call in which ranks meet, nor that a machine no longer answers. So each rank holds a
 connection to the next one (`NextRank`), over which only a token is sent. The kernel closes it when that process ends,
 and its keepalive notices when that machine or the link to it fails.
 
@@ -183,8 +184,9 @@ class Watchdog:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
         notes, nothing = self.store.read(others[:_FEW]), "has said nothing: it makes progress, or it is gone"
-        statuses = {rank: notes[rank].status if rank in notes else nothing for rank in others[:_FEW]}
-        lines = [f"\n  rank {self.first + rank}: {status}" for rank, status in statuses.items()]
+        found = {rank: f". It has found: {note.cause}" if note.cause else "" for rank, note in notes.items()}
+        said = {rank: f"{note.status}{found[rank]}" for rank, note in notes.items()}
+        lines = [f"\n  rank {self.first + rank}: {said.get(rank, nothing)}" for rank in others[:_FEW]]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
     def describe_ranks(self, others: Sequence[int]) -> str:
@@ -274,7 +276,8 @@ class Watchdog:
             peer = self.first + lost
             self.diverged = (
                 f"rank {self.number}: the process of rank {peer} has ended, and this rank waits for it: "
-                f"{self.status.describe()}. See what rank {peer} printed, then restart from the last checkpoint."
+                f"{self.status.describe()}. See what rank {peer} printed, then restart from the last checkpoint. If it "
+                "printed no error, it has left out a call that every rank must make, or has had fewer batches."
             )
             for island in self._islands:
                 island.diverged = island.diverged or self.diverged
