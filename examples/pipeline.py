@@ -42,6 +42,7 @@ def main(steps: str = "5") -> None:
         micro_batches=MICRO_BATCHES,
         loss=loss_of,
         example=example,
+        # Lossy, for slow links only: docs/guides/pipeline-compression.md has what it costs.
         compression=compression("optimus-cb+fe", activation_gradients="low-rank:8"),
     )
     held = sum(p.numel() for p in pipeline.parameters())

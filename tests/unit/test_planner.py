@@ -225,6 +225,16 @@ def test_what_is_wrong_with_a_cluster_is_said_with_key_value_and_form(change: di
         from_table("mine", TABLE | change)
 
 
+def test_of_steps_that_take_as_long_the_one_with_less_memory_comes_first() -> None:
+    cluster = small_cluster()
+    found = Solver(SMALL.model("small", 256), cluster, Request(8, cluster.memory)).predict(
+        strategy("zero3", cluster.topology), Batching(1, 1)
+    )
+    held = {"all": found.peak_bytes - 1}
+    assert replace(found, seconds=1.0001 * found.seconds, memory=held).order < found.order
+    assert replace(found, seconds=1.02 * found.seconds, memory=held).order > found.order
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

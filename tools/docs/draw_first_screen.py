@@ -67,7 +67,7 @@ def _computed() -> figures.Row:
         "–",
         "–",
         f"**{minutes[1]} minutes** to a loss, {minutes[0]} without [outer steps](docs/guides/outer-steps.md)",
-        f"{synchronous.mean / outer.mean:.1f}×; {torchft.mean / outer.mean:.1f}× over torchft's DiLoCo",
+        f"{synchronous.mean / outer.mean:.1f}× over lossless steps; {torchft.mean / outer.mean:.1f}× over torchft's DiLoCo",
         "[computed](benchmarks/comparisons/outer_time.md) from measured steps",
     )
 

@@ -66,7 +66,7 @@ class Stats(Totals):
                 f"{sum(t.inter_bytes for t in mine):>15,} {sum(t.seconds_in_flight for t in mine):>9.3f}s "
                 f"{sum(t.seconds_exposed for t in mine):>9.3f}s"
             )
-        memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v)
+        memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v) or "0"
         lines.append(f"memory: {memory} bytes, in {self.buffers_made} buffers")
         if self.host_memory_bytes:
             held = ", ".join(f"{k} {v:,}" for k, v in self.host_memory_bytes.items() if v)

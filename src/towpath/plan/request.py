@@ -216,8 +216,11 @@ class Prediction(Timeline):
 
     @property
     def order(self) -> tuple[bool, float, int]:
-        """The key by which predictions are ranked: those that launch longer than they compute come last."""
-        return self.is_launch_bound, self.seconds, self.peak_bytes
+        """The key by which predictions are ranked: those that launch longer than they compute come last.
+
+        Of steps that take as long in three digits, the one with less memory comes first.
+        """
+        return self.is_launch_bound, float(f"{self.seconds:.3g}"), self.peak_bytes
 
     @property
     def is_launch_bound(self) -> bool:
