@@ -1,4 +1,4 @@
-"""What a launcher and the node tell a rank in its environment: where it is, and where the ranks meet."""
+"""The environment of a rank: where the launcher and the node say that it is, and where the ranks meet."""
 
 from __future__ import annotations
 
