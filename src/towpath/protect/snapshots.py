@@ -284,10 +284,11 @@ class Snapshots:
     def _prepare(self, step: int, sizes: Sequence[tuple[int, int]]) -> Path:
         """Return the folder for this node's files, or raise if its memory has no room for them."""
         copied = [own for rank, (own, _) in enumerate(sizes) if buddy_of(rank, self._ranks.nodes) in self._ranks.mine]
-        if self._ranks.leads:
+        if self._ranks.leads:  # no other rank, whose new folder this one might sweep away
             self._memory.sweep()
             self._memory.check_room(sum(sum(sizes[r]) for r in self._ranks.mine) + sum(copied) + storage.MARGIN_BYTES)
-        return self._memory.new_partial(step)
+            self._memory.new_partial(step)
+        return self._memory.folder_of(step, ".partial")
 
     def _is_turn(self) -> bool:
         """Return whether the buddy's next chunk is sent now."""
