@@ -62,12 +62,13 @@ def _computed() -> figures.Row:
     here = {each.candidate: each for each in outer_time.times(outer_time.runs_of()) if each.inter == RATE}
     synchronous, outer, torchft = here[outer_time.LOSSLESS], here[OUTER], here["torchft"]
     minutes = [each.minutes(each.mean) for each in (synchronous, outer)]
+    gains = [f"{each.mean / outer.mean:.1f}×" for each in (synchronous, torchft)]
     return (
         "10 Mbit/s, GPT of 10 million on 2 × 2 CPU ranks",
         "–",
         "–",
         f"**{minutes[1]} minutes** to a loss, {minutes[0]} without [outer steps](docs/guides/outer-steps.md)",
-        f"{synchronous.mean / outer.mean:.1f}× over lossless steps; {torchft.mean / outer.mean:.1f}× over torchft's DiLoCo",
+        f"{gains[0]} over lossless steps; {gains[1]} over torchft's DiLoCo",
         "[computed](benchmarks/comparisons/outer_time.md) from measured steps",
     )
 
