@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -92,7 +93,10 @@ def test_a_rank_of_a_protected_job_that_waits_on_the_host_is_told_that_a_process
 
 def _ended_on_host() -> str:
     watchdog = Watchdog.of(Groups())
+    watchdog.watch_processes()  # for a model before it, which is not protected
     watchdog.watch_processes(protected=True)
+    probed = watchdog._next_rank._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)  # pyright: ignore
+    assert watchdog._protected and probed < 5
     if dist.get_rank() == 1:
         watchdog._next_rank._from_previous.close()  # pyright: ignore[reportOptionalMemberAccess]
         return ""

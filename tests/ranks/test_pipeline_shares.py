@@ -206,7 +206,7 @@ class Odd(nn.Module):
 
 @on_ranks(4)
 def test_tensors_of_other_kinds_and_sizes_arrive() -> None:
-    """Truth values in shares, three columns of memory as they are, and no gradient of the last two."""
+    """Truth values in shares, three rows as they are though not contiguous, and no gradient of the last two."""
     mesh = _mesh()
     pipeline = _made([partial(Odd, seed) for seed in range(2)], mesh, units=None)
     assert _shares(pipeline) == [2, 2, 1]

@@ -44,3 +44,12 @@ def test_runs_that_the_planner_does_not_know_have_no_forecast() -> None:
     split = [run for run in found.runs if run.tensor > 1]
     assert split
     assert not any(forecasts.forecast(found, run) for run in split)
+
+
+def test_a_row_on_one_node_is_recomputed_and_an_unknown_one_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    row = "kempner-h200-kempner-7b-2gpu-fsdp-seq4096-b2x4-ac-full-bf16-compiled"
+    forecasts.main([row])
+    assert row in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        forecasts.main(["nope"])
+    assert "no such row: nope" in capsys.readouterr().err

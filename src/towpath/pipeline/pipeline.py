@@ -427,16 +427,13 @@ class Pipeline(Observable):
             self._unfinished = ""
         except (TowpathError, torch.OutOfMemoryError) as error:
             if self._unfinished:  # the others may wait for messages of this rank, and then ask for its report
-                self._reports.exchange(f"walk {self._walks}", _first_line(error), 0.0)
+                self._reports.exchange(f"walk {self._walks}", str(error).partition("\n")[0], 0.0)
             raise
         except Exception as error:  # whatever a stage or the loss raises, because the others wait for this rank
             ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # PyTorch tells what the stage was called with, and not what it raised
-                cause = cause.__cause__
-            kind = "" if isinstance(cause, RuntimeError) else f"{type(cause).__name__}: "
-            word = f"{kind}{_first_line(cause)}"
-            reports = self._reports.exchange(f"walk {self._walks}", word, _REPORT_SECONDS)
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            first_line = str(error).partition("\n")[0]
+            reports = self._reports.exchange(f"walk {self._walks}", f"{kind}{first_line}", _REPORT_SECONDS)
             lines: list[str] = []
             for place, rank in enumerate(ranks):
                 stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
@@ -445,7 +442,7 @@ class Pipeline(Observable):
                     lines.append(f"\n  rank {rank}, stage {stages}: {word}")
             raise StepError(
                 f"rank {dist.get_rank()}: step {self._counter.steps + 1} failed in stage {', '.join(map(str, own))} of "
-                f"{count}: {kind}{cause}\n"
+                f"{count}: {kind}{error}\n"
                 "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its "
                 f"link (`towpath doctor` examines the network). The others:{''.join(lines)}"
             ) from error
@@ -557,11 +554,6 @@ class Pipeline(Observable):
 
     def _forget_accumulated(self) -> None:
         self._accumulated = 0
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's text that has words: PyTorch begins some texts with an empty one."""
-    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
 
 
 def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -163,7 +163,10 @@ class TowpathStage(PipelineStage):
                 # PyTorch 2.11 asks for the gradients of inputs only when it makes their buffers.
                 buffer.requires_grad_(self.has_backward)
         with self._computing("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:  # PyTorch's says what the stage was called with. Its cause is what it raised.
+                raise (error.__cause__ or error) from None
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)

@@ -129,11 +129,13 @@ class Watchdog:
             protected: Whether the job heals itself. It then notices sooner that a machine no longer answers.
         """
         if self._next_rank is None and self.world > 1:
-            self._next_rank = NextRank(self._groups, _KEEPALIVE_OF_PROTECTED if protected else _KEEPALIVE)
+            self._next_rank = NextRank(self._groups)
             atexit.register(self._next_rank.take_leave)
-            self._protected = protected
             # It connects to the store. If rank 0, which may hold the store, is lost, an error would wait to connect.
             self.store.post(None)
+        if protected and self._next_rank is not None:  # perhaps the first such model of the group
+            self._next_rank.probe(_KEEPALIVE_OF_PROTECTED)
+            self._protected = True
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
@@ -184,8 +186,7 @@ class Watchdog:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
         notes, nothing = self.store.read(others[:_FEW]), "has said nothing: it makes progress, or it is gone"
-        found = {rank: f". It has found: {note.cause}" if note.cause else "" for rank, note in notes.items()}
-        said = {rank: f"{note.status}{found[rank]}" for rank, note in notes.items()}
+        said = {rank: f"{n.status}. It has found: {n.cause}" if n.cause else n.status for rank, n in notes.items()}
         lines = [f"\n  rank {self.first + rank}: {said.get(rank, nothing)}" for rank in others[:_FEW]]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
@@ -357,7 +358,7 @@ class NextRank:
 
     # Every rank must make one, at the same time.
 
-    def __init__(self, groups: Groups, keepalive: Sequence[int] = _KEEPALIVE) -> None:
+    def __init__(self, groups: Groups) -> None:
         self.rank = (groups.rank + 1) % groups.world
         self._connection: socket.socket | None = None
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
@@ -370,7 +371,8 @@ class NextRank:
             peers: list[tuple[tuple[str, int], bytes]] = groups.all_gather_objects((here, token))
             reason: object = "another process answered at its address"
             try:
-                self._connection = _introduced(*peers[self.rank], keepalive)
+                self._connection = _introduced(*peers[self.rank])
+                self.probe(_KEEPALIVE)
             except OSError as error:
                 reason = error
             self._from_previous = _accepted(listener, token)
@@ -381,6 +383,12 @@ class NextRank:
             self._connection.close()
             self._connection = None
         _LOG.info("no connection to rank %d: this rank may notice late that its process ends (%s)", self.rank, reason)
+
+    def probe(self, keepalive: Sequence[int]) -> None:
+        """Let the kernel watch the connection from now on, with these values of `_PROBES`."""
+        for name, value in zip(_PROBES, keepalive, strict=True):
+            if self._connection is not None and hasattr(socket, name):
+                self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     @property
     def is_gone(self) -> bool:
@@ -411,14 +419,11 @@ def _own_address(other: str) -> str:
     return socket.gethostname()
 
 
-def _introduced(address: tuple[str, int], token: bytes, keepalive: Sequence[int]) -> socket.socket:
-    """Connect to `address`, and send `token`. The kernel watches the connection from then on."""
+def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
+    """Connect to `address`, and send `token`."""
     connection = socket.create_connection(address, _PATIENCE_SECONDS)
     connection.sendall(token)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in zip(_PROBES, keepalive, strict=True):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     connection.setblocking(False)
     return connection
 
