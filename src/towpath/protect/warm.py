@@ -70,7 +70,7 @@ def identity() -> str:
     spec = importlib.util.find_spec("torch")
     torch = Path(spec.origin or "").parent if spec is not None else Path()
     installed = [(path, path.stat().st_mtime_ns) for path in (torch / "version.py", torch.parent)]  # pip changes both
-    files = [path for path in Path(__file__).parents[1].rglob("*.*") if path.suffix != ".pyc"]
+    files = [path for path in Path(__file__).parents[1].rglob("*.*") if path.parent.name != "__pycache__"]
     sources = sorted((str(path), (found := path.stat()).st_mtime_ns, found.st_size) for path in files)
     environment = sorted(item for item in os.environ.items() if not _OF_ONE_START.fullmatch(item[0]))
     kernel = [path.readlink() for path in sorted(Path("/proc/self/ns").iterdir())]
