@@ -324,6 +324,29 @@ def _meet_alone() -> str:
     return error_of(lambda: towpath.checkpoint.get_model_state_dict(model, options=full))
 
 
+def test_a_rank_whose_peers_have_lost_another_one_and_live_on_is_told_of_the_loss() -> None:
+    """Not that their passes failed and its own did not: no transfer of its own has failed."""
+    with World(4) as ranks:
+        for connection in ranks._connections:
+            connection.send((_lose_rank_3, (), 60.0))
+        for rank, connection in enumerate(ranks._connections[:3]):
+            assert connection.poll(60.0), f"rank {rank} hangs"
+            ok, text = connection.recv()
+            assert ok and text.startswith(f"rank {rank}: "), text
+            assert re.search(r"the process of rank 3 has ended|failed: .*onnection", text), text
+            assert "on every rank" not in text, text
+
+
+def _lose_rank_3() -> str:
+    torch.manual_seed(0)
+    model: Any = towpath.shard(Fragile().double(), "paro-iig", topology=towpath.Topology(2, 2), units=[Fails])
+    rank = dist.get_rank()
+    _fragile_loss(model, rank, 0, 0).backward()
+    if rank == 3:
+        model.last.register_forward_hook(lambda *_: os._exit(9))
+    return error_of(lambda: _fragile_loss(model, rank, 0, 1).backward())
+
+
 def test_a_step_that_one_rank_leaves_out_is_told_on_both_where_a_norm_meets_a_boundary() -> None:
     """Over gloo, a process ends without a word if two messages of different sizes meet in a group."""
     with World(2, group_timeout=12.0) as ranks:

@@ -20,7 +20,7 @@ from towpath.codecs.exact import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.buffers import Needs, largest
 from towpath.core.queues import HOST_QUEUES, QUEUES
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.strategy import OUTER_KINDS, WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
@@ -73,6 +73,9 @@ class RankTransfer:
             members = self.members
             others = [r for r in members.group.ranks if r != members.rank]
             numbers = ", ".join(str(members.first + other) for other in others)
+            if self.transfer.kind not in OUTER_KINDS:  # an island can go on without the others
+                status = self._record.watchdog.status
+                status.broken = f"{self.transfer} failed: {str(error).partition('. This is')[0]}."
             raise StepError(
                 f"rank {members.number}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
                 f"one of its peers (rank {numbers}) has died, hangs, is at another step, has had fewer batches or has "
@@ -189,7 +192,7 @@ class CudaStream(Stream):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
-        """Keep the caching allocator from reusing the memory of `buffer` before this stream is through with it."""
+        """Keep the caching allocator from reusing the memory of `buffer` before this stream has finished with it."""
         buffer.record_stream(self._streams[buffer_index])
 
 

@@ -200,6 +200,7 @@ class Watchdog:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
         cause = self._cause or self.diverged.removeprefix(f"rank {self.number}: ")
+        cause = cause or (status.broken if status.failure else "")
         note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure, cause)
         self.store.post(note if silent or status.failure else None)
 
@@ -250,6 +251,8 @@ class Watchdog:
                 f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank {waiting} waits "
                 f"for a transfer that rank {who} is to take part in: {found}. Call it on every rank, at the same place."
             )
+        if note.failure and note.cause:  # `look_for_lost_peers` tells that
+            return ""
         if note.failure:
             return (
                 f"rank {self.number}: a pass has failed on rank {peer} and not on this rank, which waits for rank "
