@@ -38,8 +38,6 @@ SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.
 
 # How much longer than a rank's own limit the parent waits; only a rank that cannot even be ended makes it matter.
 _GRACE_SECONDS = 10.0
-# How long a world that survives failures waits for the ranks that have not answered yet.
-_PATIENCE_SECONDS = 5.0
 
 # A thread of a pool that waits for work: not what hangs.
 _IDLE = re.compile(r'most recent call first\):\n  File "[^"]*concurrent/futures/thread.py"')
@@ -114,13 +112,13 @@ class World:
     ) -> list[Any]:
         """`fn(*args)` on every rank at once; what each returned, by rank.
 
-        A failure ends the world. One that `survives_failures` lives on, if every rank has answered.
+        A failure ends the world at once. One that `survives_failures` waits for all ranks, and lives on if all answer.
         """
         assert self.alive, "this world has ended; make another"
         try:
             for connection in self._connections:
                 connection.send((fn, args, timeout))
-            failure, answers = self._collect(timeout, _PATIENCE_SECONDS if survives_failures else 0.0)
+            failure, answers = self._collect(timeout + _GRACE_SECONDS, survives_failures)
         except BaseException:
             self.close()
             raise
@@ -130,15 +128,15 @@ class World:
             self.close()
         raise failure
 
-    def _collect(self, timeout: float, patience: float) -> tuple[RankError | None, dict[int, Any]]:
-        """The first failure, and the answers. After a failure, only those that come in `patience` seconds."""
+    def _collect(self, seconds: float, to_the_end: bool) -> tuple[RankError | None, dict[int, Any]]:
+        """The first failure and the answers until then, or `to_the_end` all failures, as one, and all answers."""
         failure: RankError | None = None
         answers: dict[int, Any] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), patience if failure else timeout + _GRACE_SECONDS)
+            ready = multiprocessing.connection.wait(list(waiting), seconds)
             if not ready:
-                silent = f"[ranks {sorted(waiting.values())} of {self.size}] no answer in {timeout} s"
+                silent = f"[ranks {sorted(waiting.values())} of {self.size}] no answer in {seconds} s"
                 return failure or RankError(silent, hung=True), answers
             for connection in ready:
                 rank = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
@@ -148,9 +146,14 @@ class World:
                     answers[rank] = value
                 except (EOFError, ConnectionResetError):
                     value, hung = self._last_words(rank)
-                if not ok:
-                    failure = failure or RankError(f"[rank {rank} of {self.size}]\n{value}", hung)
-            if failure and not patience:
+                if ok:
+                    continue
+                said = f"[rank {rank} of {self.size}]\n{value}"
+                if failure is None:
+                    failure = RankError(said, hung)
+                elif to_the_end:
+                    failure = RankError(f"{failure}\n\n{said}", failure.hung or hung)
+            if failure and not to_the_end:
                 break
         return failure, answers
 
