@@ -18,6 +18,7 @@ from lab.lab import PRELOAD
 from lab.links import CABLE
 from tests.lab.warm import warm_lab
 from tests.ranks.strategies import seldom
+from towpath.engine.agree import watchdog
 from towpath.errors import StepError
 
 SHAPE = towpath.Topology(2, 2)
@@ -30,10 +31,17 @@ HANGS_SECONDS = 300
 MODULES = (*PRELOAD, "towpath.api", "tests.lab.test_faults")
 
 
-def _train(rank: int, world: int, strategy: str, stop: Callable[[], None], shape: towpath.Topology) -> str | None:
+def _train(
+    rank: int,
+    world: int,
+    strategy: str,
+    stop: Callable[[], None],
+    shape: towpath.Topology,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> str | None:
     """Train until the last rank takes no part any more: the error this rank ended with."""
     torch.manual_seed(0)
-    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_SECONDS))
+    group = dist.new_group(timeout=timedelta(seconds=patience_seconds))
     model: Any = towpath.shard(gpt.GPT(width=48, depth=3, heads=2, context=32), strategy, topology=shape, group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = gpt.batches(rank, batch=1, length=32)
@@ -98,3 +106,16 @@ def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
         assert text.startswith(f"rank {rank}: ")
         assert "peers (rank " in text
         assert " of root [float32]" in text or " of blocks." in text or " of all units" in text
+
+
+def test_a_lost_machine_is_noticed_long_before_the_timeout() -> None:
+    with warm_lab(THREE_NODES, preload=MODULES) as lab:
+        ends = lab.call(_train_watched, timeout_seconds=HANGS_SECONDS / 2)
+    for rank, text in enumerate(ends[:-1]):
+        assert text.startswith(f"rank {rank}: the process of rank 2 has ended or no longer answers"), text
+        assert "waits for" in text and "its machine or its link is lost" in text, text
+
+
+def _train_watched(rank: int, world: int) -> str | None:
+    watchdog._KEEPALIVE = 1, 1, 2  # not 20 seconds
+    return _train(rank, world, "zero3", _lose_the_link, THREE_NODES, HANGS_SECONDS)

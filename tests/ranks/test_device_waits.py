@@ -68,7 +68,7 @@ def test_ranks_whose_device_waits_for_a_process_that_has_ended_are_told_which() 
     with World(3, group_timeout=60.0) as ranks:
         texts = ranks.run(_ended)
     for rank in (0, 2):
-        assert texts[rank].startswith(f"rank {rank}: the process of rank 1 has ended, and this rank waits"), texts
+        assert texts[rank].startswith(f"rank {rank}: the process of rank 1 has ended or no longer answers"), texts
         assert "gather of unit 'blocks.0', on the device" in texts[rank], texts
 
 

@@ -266,7 +266,7 @@ class Watchdog:
         return divergence_message(self.number, found)
 
     def look_for_lost_peers(self) -> None:
-        """Set `diverged` if this rank has noticed that some rank's process has ended, or a peer says why none goes on.
+        """Set `diverged` if this rank has noticed that some rank is lost, or a peer says why none goes on.
 
         A rank whose transfers are so far those of its peers sees no difference itself. It waits for one that does.
         """
@@ -279,9 +279,10 @@ class Watchdog:
         if lost is not None:
             peer = self.first + lost
             self.diverged = (
-                f"rank {self.number}: the process of rank {peer} has ended, and this rank waits for it: "
-                f"{self.status.describe()}. See what rank {peer} printed, then restart from the last checkpoint. If it "
-                "printed no error, it has left out a call that every rank must make, or has had fewer batches."
+                f"rank {self.number}: the process of rank {peer} has ended or no longer answers, and this rank waits "
+                f"for it: {self.status.describe()}. See what rank {peer} printed, then restart from the last "
+                "checkpoint. If it printed no error, its machine or its link is lost, it has left out a call that "
+                "every rank must make, or it has had fewer batches."
             )
             for island in self._islands:
                 island.diverged = island.diverged or self.diverged
@@ -305,7 +306,7 @@ class Watchdog:
             self._stuck = time.monotonic(), progress
         elif time.monotonic() - self._stuck[0] > _RAISE_SECONDS:
             _LOG.error(
-                "rank %d: the process of rank %d has ended, and this rank waits where it cannot raise. It ends "
+                "rank %d: the process of rank %d is lost, and this rank waits where it cannot raise. It ends "
                 "itself, so that the launcher starts all ranks again. %s",
                 *(self.number, self.first + next_rank.rank, self.status.describe()),
             )
