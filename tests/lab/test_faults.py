@@ -117,5 +117,5 @@ def test_a_lost_machine_is_noticed_long_before_the_timeout() -> None:
 
 
 def _train_watched(rank: int, world: int) -> str | None:
-    watchdog._KEEPALIVE = 1, 1, 2  # not 20 seconds
+    watchdog._KEEPALIVE = 1, 1, 2  # not 60 seconds
     return _train(rank, world, "zero3", _lose_the_link, THREE_NODES, HANGS_SECONDS)

@@ -58,8 +58,9 @@ _FEW = 16
 
 _PATIENCE_SECONDS = 5.0  # for a connection to the next rank
 # Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes. A lost machine
-# is noticed after 20 seconds. In a job that heals itself it is after 7, because a false alarm costs little there.
-_KEEPALIVE, _KEEPALIVE_OF_PROTECTED = (5, 5, 3), (3, 1, 4)
+# is noticed after 60 seconds, because a link that returns sooner should delay a step and no more. In a job that heals
+# itself it is after 7: a false alarm costs little there.
+_KEEPALIVE, _KEEPALIVE_OF_PROTECTED = (15, 5, 9), (3, 1, 4)
 _LEAVES = b"."
 _PROBES = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
 # How often a rank that waits for a collective checks whether the collective can still end.
