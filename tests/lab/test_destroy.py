@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -50,29 +51,38 @@ def test_each_node_has_memory_and_a_disk_of_its_own_until_it_is_destroyed(lab: L
     assert found_by_node(lab) == ["node0 found ['node0', 'node0']", "node1 found []"]
 
 
-def mounted_anywhere(device: int) -> list[str]:
-    """Return the processes that see a mount of this device."""
-    found: list[str] = []
+def mounted_anywhere(devices: set[int], token: str) -> set[int]:
+    """Return which of the devices a process sees, with a file of this name. The kernel gives their numbers again."""
+    found: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f" {os.major(device)}:{os.minor(device)} " in (folder / "mountinfo").read_text():
-                found.append(folder.name)
+            for line in (folder / "mountinfo").read_text().splitlines():
+                _, _, number, _, target, *_ = line.split(" ")
+                device = os.makedev(*map(int, number.split(":")))
+                if device in devices and (folder / "root" / target.lstrip("/") / token).exists():
+                    found.add(device)
     return found
 
 
 def test_memory_and_disk_of_a_destroyed_node_are_mounted_nowhere(lab: Lab) -> None:
-    script = "import os, signal; print(*(os.stat(p).st_dev for p in ('/dev/shm', os.environ['DISK'])), flush=True)"
+    token = uuid.uuid4().hex
+    script = (
+        "import os\n"
+        "for place in ('/dev/shm', os.environ['DISK']):\n"
+        f"    open(os.path.join(place, '{token}'), 'x').close()\n"
+        "    os.write(1, f'{os.stat(place).st_dev}\\n'.encode())\n"
+    )
     output = lab.run(["-c", script], env={"DISK": str(lab.disk)}, launcher="direct", capture=True).output or ""
     before = {int(device) for device in output.split()}
     assert len(before) == 4
     with lab.start(["-c", "import signal; signal.pause()"], launcher="direct"):  # every node is in use
-        while {device for device in before if mounted_anywhere(device)} != before:
+        while mounted_anywhere(before, token) != before:
             pass
         lab.destroy(1)
         lab.rebuild(1)
-        assert len([device for device in before if mounted_anywhere(device)]) == 2
+        assert len(mounted_anywhere(before, token)) == 2
     lab.close()
-    assert not [device for device in before if mounted_anywhere(device)]
+    assert not mounted_anywhere(before, token)
 
 
 @pytest.mark.parametrize("silent", [False, seldom(True)], ids=["told", "silent"])

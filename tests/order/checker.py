@@ -44,6 +44,7 @@ from towpath.collectives import point_to_point as messages
 from towpath.core.queues import HOST_EXCHANGES
 from towpath.engine import comm
 from towpath.engine.agree import boundary
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.comm import Streams
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
@@ -486,6 +487,8 @@ def checking() -> Generator[Checker]:
         for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "has_own_memory", lambda device: True)
+        # Where a rank finds a race, a slow one would learn that its peer has failed, before it finds the same race.
+        patch.setattr(Watchdog, "look_for_divergence", lambda watchdog: None)
         for module in (towpath.codecs.packing, towpath.collectives.backend, encoded_shard):
             native(module)
         with checker:
