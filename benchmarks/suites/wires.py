@@ -8,8 +8,8 @@ because weights cross as values once. With LoRA, the adapters of a GPT of six mi
 
 In the cases `ratio4-…`, links are so slow that the communication of stock FSDP2 takes four times the computation. Each
 candidate has processes of its own, and their steps interleave. The peers are those that were the fastest in the suite
-`strategies`, tuned. FSDP2 overlaps nothing on CPUs, which favors whoever sends fewer bytes. `towpath plan` predicts the
-steps on GPUs, where it overlaps.
+`strategies`, tuned. FSDP2 overlaps nothing on CPUs, which favors those who send fewer bytes. `towpath plan` predicts
+the steps on GPUs, where it overlaps.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -119,3 +120,24 @@ def test_a_lost_machine_is_noticed_long_before_the_timeout() -> None:
 def _train_watched(rank: int, world: int) -> str | None:
     watchdog._KEEPALIVE = 1, 1, 2  # not 60 seconds
     return _train(rank, world, "zero3", _lose_the_link, THREE_NODES, HANGS_SECONDS)
+
+
+@pytest.mark.parity  # TCP waits for longer than the cable is cut
+def test_a_cable_that_returns_soon_ends_nothing() -> None:
+    with warm_lab(THREE_NODES, preload=MODULES) as lab:
+        assert lab.call(_train_meanwhile, timeout_seconds=HANGS_SECONDS) == [4, 4, 4]
+
+
+def _train_meanwhile(rank: int, world: int) -> int:
+    """Train over an outage: the number of steps."""
+    watchdog._KEEPALIVE = 3, 1, 9  # not 60 seconds
+    model = towpath.shard(torch.nn.Linear(8, 8), "zero3", topology=THREE_NODES)
+    steps = 0
+    while steps < 4:
+        if steps == 2 and rank == world - 1:
+            _lose_the_link()
+            threading.Timer(6.0, subprocess.run, [["ip", "link", "set", CABLE, "up"]], {"check": True}).start()
+        model(torch.ones(2, 8)).sum().backward()
+        model.zero_grad()
+        steps += 1
+    return steps

@@ -292,11 +292,16 @@ def test_a_rank_that_fails_alone_and_goes_on_is_told_so_and_its_peers_why() -> N
     assert "rank 1: step 1; its " in peer and "and was caught" in peer, peer
 
 
-def _fail_alone() -> str:
+def _after_a_step(label: str, topology: towpath.Topology) -> tuple[Any, int]:
+    """Return a model after its first pass, and the rank."""
     torch.manual_seed(0)
-    model: Any = towpath.shard(Fragile().double(), "zero3", topology=towpath.Topology(2, 1), units=[Fails])
-    rank = dist.get_rank()
-    _fragile_loss(model, rank, 0, 0).backward()
+    model = towpath.shard(Fragile().double(), label, topology=topology, units=[Fails])
+    _fragile_loss(model, dist.get_rank(), 0, 0).backward()
+    return model, dist.get_rank()
+
+
+def _fail_alone() -> str:
+    model, rank = _after_a_step("zero3", towpath.Topology(2, 1))
     if rank == 1:
         model.blocks[1].when = "backward"
         with pytest.raises(ArithmeticError):
@@ -338,10 +343,7 @@ def test_a_rank_whose_peers_have_lost_another_one_and_live_on_is_told_of_the_los
 
 
 def _lose_rank_3() -> str:
-    torch.manual_seed(0)
-    model: Any = towpath.shard(Fragile().double(), "paro-iig", topology=towpath.Topology(2, 2), units=[Fails])
-    rank = dist.get_rank()
-    _fragile_loss(model, rank, 0, 0).backward()
+    model, rank = _after_a_step("paro-iig", towpath.Topology(2, 2))
     if rank == 3:
         model.last.register_forward_hook(lambda *_: os._exit(9))
     return error_of(lambda: _fragile_loss(model, rank, 0, 1).backward())

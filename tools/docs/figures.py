@@ -201,7 +201,7 @@ PAGES: Mapping[str, Page] = {
         "python -m benchmarks wires",
         "Two nodes of two ranks train in bf16. Bytes are those of the kernel's counters. In cases `ratio4`, stock "
         "FSDP2 would communicate for four times as long as the model computes. On CPUs, FSDP2 overlaps nothing, which "
-        "favors whoever sends fewer bytes. `towpath plan` predicts steps with overlap, on GPUs. Blocks of `waiting` "
+        "favors those who send fewer bytes. `towpath plan` predicts steps with overlap, on GPUs. Blocks of `waiting` "
         "cases sleep, and replay recorded gradients.",
     ),
     "exact_kernels": Page(

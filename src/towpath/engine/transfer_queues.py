@@ -74,8 +74,8 @@ class RankTransfer:
             others = [r for r in members.group.ranks if r != members.rank]
             numbers = ", ".join(str(members.first + other) for other in others)
             if self.transfer.kind not in OUTER_KINDS:  # an island can go on without the others
-                status = self._record.watchdog.status
-                status.broken = f"{self.transfer} failed: {str(error).partition('. This is')[0]}."
+                found, _, _ = str(error).partition(". This is")  # gloo's advice follows
+                self._record.watchdog.status.broken = f"{self.transfer} failed: {found}."
             raise StepError(
                 f"rank {members.number}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
                 f"one of its peers (rank {numbers}) has died, hangs, is at another step, has had fewer batches or has "

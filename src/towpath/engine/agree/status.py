@@ -73,7 +73,7 @@ class RankStatus:
         self._under_way: dict[int, Sequence[Transfer]] = {}
         self._last: Sequence[Transfer] = ()
         self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
-        self.broken = ""  # the transfer of that pass that failed, and how
+        self.broken = ""  # its transfer that has failed, and how. Peers quote it, if that was the failure of a pass
         self._enqueued: deque[tuple[torch.cuda.Event, Sequence[Transfer]]] = deque(maxlen=_ENQUEUED)  # on the device
         # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
         # between the other's look at the first entry and its removal.

@@ -200,8 +200,8 @@ class Watchdog:
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        cause = self._cause or self.diverged.removeprefix(f"rank {self.number}: ")
-        cause = cause or (status.broken if status.failure else "")
+        found = self._cause or self.diverged.removeprefix(f"rank {self.number}: ")
+        cause = found or (status.failure and status.broken)
         note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure, cause)
         self.store.post(note if silent or status.failure else None)
 
@@ -252,7 +252,7 @@ class Watchdog:
                 f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank {waiting} waits "
                 f"for a transfer that rank {who} is to take part in: {found}. Call it on every rank, at the same place."
             )
-        if note.failure and note.cause:  # `look_for_lost_peers` tells that
+        if note.failure and note.cause:  # a transfer of that pass has failed: `look_for_lost_peers` says so
             return ""
         if note.failure:
             return (
@@ -294,7 +294,7 @@ class Watchdog:
             self.diverged = f"rank {self.number}: {self._cause} Rank {self.first + told[0]} has found this."
 
     def ended_peer(self) -> int | None:
-        """Return the number of the next rank if its process has ended, else None."""
+        """Return the number of the next rank if its process has ended or no longer answers, else None."""
         return self._next_rank.rank if self._next_rank is not None and self._next_rank.is_gone else None
 
     def end_if_stuck(self) -> None:
@@ -359,7 +359,7 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
 
 @final
 class NextRank:
-    """A connection to the next rank, or from the last one to the first. It shows when that process ends."""
+    """A connection to the next rank, or from the last one to the first. It shows when that process is lost."""
 
     # Every rank must make one, at the same time.
 
